@@ -1,0 +1,98 @@
+"""The shared vocabulary: what a client asks for and what the engine answers.
+
+Everything here is a frozen `msgspec.Struct`, so the same objects travel between the server and the
+engine process as MessagePack. This module imports nothing of ours.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+
+
+class TricornError(Exception):
+    """An error whose message is one line that names the cause and the remedy."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the tokens of one sequence are chosen.
+
+    `temperature` 0 is greedy. `top_k` 0 is off; `top_p` 1 is off; `min_p` 0 is off. Penalties follow the
+    usual convention: repetition counts prompt and output, presence and frequency count output only.
+    `logprobs` is None for none, otherwise how many alternatives (0 to 20) to report beside the sampled token;
+    they describe the raw distribution of the model, before bias, penalties and temperature.
+    `stop` strings belong to the frontend; the engine sees `stop_token_ids` only. `ignore_eos` disables the
+    model's own end-of-sequence ids, never `stop_token_ids`.
+    """
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    n: int = 1
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
+    """One sequence for the engine. A client's request with `n` > 1 becomes n of these.
+
+    `id` is unique inside the engine. `seed` is always a concrete unsigned 64-bit number here: the frontend draws one
+    when the client gave none. `salt` separates namespaces of the prefix cache.
+    """
+
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    salt: str = ""
+
+
+class Abort(msgspec.Struct, frozen=True, tag="abort"):
+    """Tells the engine to drop the request of this id; unknown ids are ignored."""
+
+    id: str
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Natural-log probabilities at one position: of the token itself, its rank (1 is the best), and the best alternatives."""
+
+    logprob: float
+    rank: int
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True):
+    """What one step brought to one request: new token ids and, at the end, why it ended.
+
+    `token_ids` holds every sampled id in order, end-of-sequence and stop tokens included. `logprobs` has one entry per
+    id when asked for. `prompt_logprobs` comes once, with the first output: one entry per prompt token, the first None.
+    `cached_tokens` is how many prompt tokens came from the prefix cache. `error` goes with reason "error".
+    """
+
+    id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+    cached_tokens: int = 0
+    error: str | None = None
