@@ -1,0 +1,330 @@
+"""From a prompt and its sampling parameters to a stream of text.
+
+One prompt with `n` choices becomes n sequences of the engine; each sequence has an `Assembler` that turns sampled ids
+into text and ends it at a stop string. What is returned and what is counted:
+
+- `text` ends before the stop string (after it with `include_stop_str_in_output`) and never shows a special token.
+- `token_ids` and `logprobs` go with the text: the token in which a stop string begins is kept when some of its text
+  is, tokens wholly behind the cut are not, and the end-of-sequence or stop token that ended a sequence is not.
+- `completion_tokens` counts every sampled token, the ending one included.
+- `min_tokens` also keeps stop strings from ending a sequence; only one that completes later does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from tricorn.frontend.errors import BadRequest, EngineFailure
+from tricorn.frontend.stop import StopMatcher
+from tricorn.frontend.template import ChatTemplate, Message, check_length, normalize
+from tricorn.frontend.tokenizer import Detokenizer, Tokenizer
+from tricorn.request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
+
+T = TypeVar("T")
+
+CHARACTERS_PER_TOKEN = 16
+"""A prompt with more characters than this for each token of the context is refused unread."""
+
+ENCODE_SECONDS = 10.0
+"""How long a client waits at most for its prompt to be tokenized."""
+
+MASK64 = 2**64 - 1
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What is new in one choice.
+
+    `offsets` are the characters of the choice's text before each token of `token_ids`. The fields from
+    `finish_reason` on tell how it stands: `stop_reason` is the stop string or stop token id that ended it (None for
+    the model's own end). `prompt_logprobs` comes with the first delta only.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    offsets: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: FinishReason | None
+    stop_reason: str | int | None
+    completion_tokens: int
+    cached_tokens: int
+    prompt_logprobs: list[TokenLogprobs | None] | None
+
+
+class EngineInfo(Protocol):
+    """What the frontend must know of an engine."""
+
+    context: int
+    """The most tokens of prompt and output together."""
+    vocab: int
+    """The width of the logits."""
+
+
+class EngineClient(Protocol):
+    """The way to an engine, in this process or another."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    def submit(self, request: Request) -> AsyncGenerator[Output, None]:
+        """Runs the request; the last output has a finish_reason."""
+        ...
+
+    def abort(self, id: str) -> None: ...
+
+
+class Assembler:
+    """Turns the outputs of one sequence into deltas. Pure: the same outputs give the same text, however they are cut
+    up.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, index: int = 0) -> None:
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stops = StopMatcher(params.stop) if params.stop else None
+        self._params = params
+        self._index = index
+        self._text = ""  # decoded but not released yet
+        self._released = 0  # characters given out
+        self._count = 0
+        self._ids: list[int] = []  # tokens not released yet, with their offsets and logprobs
+        self._offsets: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+
+    def push(self, output: Output) -> Delta | None:
+        """The delta that `output` brings, None when there is nothing to show yet. Raises EngineFailure."""
+        if output.finish_reason == "error":
+            raise EngineFailure(output.error or "the engine failed")
+        logprobs = output.logprobs
+        for place, id in enumerate(output.token_ids):
+            self._count += 1
+            if output.stop_token is not None and place == len(output.token_ids) - 1:
+                break
+            self._ids.append(id)
+            self._offsets.append(self._released + len(self._text))
+            if logprobs is not None:
+                self._logprobs.append(logprobs[place])
+            if stop := self._read(self._detokenizer.push(id)):
+                return self._end(output, "stop", stop, cut=True)
+        if output.finish_reason is None:
+            return self._release(output)
+        if stop := self._read(self._detokenizer.finish()):
+            return self._end(output, "stop", stop, cut=True)
+        return self._end(output, output.finish_reason, self._stop_id(output), cut=False)
+
+    def _read(self, piece: str) -> str | None:
+        """Takes in new text. When it completes a stop string the text is cut there and the stop returned."""
+        stop = self._stops.push(piece, armed=self._count > self._params.min_tokens) if self._stops else None
+        if stop is None:
+            self._text += piece
+            return None
+        read, string = stop
+        self._text += piece[:read]
+        if not self._params.include_stop_str_in_output:
+            self._text = self._text[: -len(string)]
+        return string
+
+    def _stop_id(self, output: Output) -> int | None:
+        return output.stop_token if output.stop_token in self._params.stop_token_ids else None
+
+    def _release(self, output: Output) -> Delta | None:
+        """Gives out what can no longer be part of a stop string."""
+        sure = len(self._text) - (self._stops.held if self._stops else 0)
+        text, self._text = self._text[:sure], self._text[sure:]
+        self._released += sure
+        tokens = sum(offset < self._released for offset in self._offsets)
+        if not text and not tokens and output.prompt_logprobs is None:
+            return None
+        return self._delta(output, text, tokens, None, None)
+
+    def _end(self, output: Output, reason: FinishReason, stop: str | int | None, *, cut: bool) -> Delta:
+        self._released += len(self._text)
+        tokens = sum(offset < self._released for offset in self._offsets) if cut else len(self._ids)
+        return self._delta(output, self._text, tokens, reason, stop)
+
+    def _delta(
+        self, output: Output, text: str, tokens: int, reason: FinishReason | None, stop: str | int | None
+    ) -> Delta:
+        ids, self._ids = self._ids[:tokens], self._ids[tokens:]
+        offsets, self._offsets = self._offsets[:tokens], self._offsets[tokens:]
+        logprobs, self._logprobs = self._logprobs[:tokens], self._logprobs[tokens:]
+        return Delta(
+            index=self._index,
+            text=text,
+            token_ids=ids,
+            offsets=offsets,
+            logprobs=logprobs if self._params.logprobs is not None else None,
+            finish_reason=reason,
+            stop_reason=stop,
+            completion_tokens=self._count,
+            cached_tokens=output.cached_tokens,
+            prompt_logprobs=output.prompt_logprobs,
+        )
+
+
+class Frontend:
+    """Text in, text out, over an engine client. `template` is None for a model that has no chat template."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, client: EngineClient) -> None:
+        self.tokenizer = tokenizer
+        self.template = template
+        self.client = client
+        self.context = client.info.context
+        self.vocab = client.info.vocab
+        self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
+
+    # --- prompts
+
+    async def encode(self, text: str, *, parse_special: bool = True) -> list[int]:
+        """The ids of a raw prompt, with BOS in front where the model wants one. Raises BadRequest."""
+
+        def work() -> list[int]:
+            return self.tokenizer.encode(text, add_special=True, parse_special=parse_special)
+
+        check_length(text, CHARACTERS_PER_TOKEN * self.context)
+        return await self._in_thread(work)
+
+    async def encode_chat(self, messages: list[Message], options: dict[str, Any] | None = None) -> list[int]:
+        """The ids of a conversation with the assistant's turn opened. `options` are further template variables."""
+        template = self.template
+        if template is None:
+            raise BadRequest("this model has no chat template: use /v1/completions", "messages", "no_chat_template")
+        messages = normalize(messages)
+        limit = CHARACTERS_PER_TOKEN * self.context
+        return await self._in_thread(lambda: template.encode(messages, options, limit=limit))
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """Off the event loop: a long prompt must not make others wait."""
+        future = asyncio.get_running_loop().run_in_executor(self._threads, work)
+        try:
+            return await asyncio.wait_for(future, ENCODE_SECONDS)
+        except UnicodeEncodeError as error:
+            raise BadRequest("the prompt holds a lone surrogate, which is not text", "prompt") from error
+        except TimeoutError as error:
+            raise BadRequest("the prompt takes too long to tokenize", "prompt") from error
+
+    # --- generation
+
+    def check(self, prompt: Sequence[int], params: SamplingParams) -> SamplingParams:
+        """`params` as the engine is to run them for this prompt: `max_tokens` cut to what the context leaves.
+
+        Raises BadRequest for ids outside the vocabulary, a prompt that leaves no room, and parameters that contradict
+        each other.
+        """
+        if not prompt:
+            raise BadRequest("the prompt is empty and this model has no start token: send at least one token", "prompt")
+        self._check_ids(prompt, "prompt")
+        self._check_ids(params.stop_token_ids, "stop_token_ids")
+        self._check_ids(params.logit_bias, "logit_bias")
+        if params.min_tokens > params.max_tokens:
+            raise BadRequest(
+                f"min_tokens ({params.min_tokens}) must not be above max_tokens ({params.max_tokens})", "min_tokens"
+            )
+        room = self.context - len(prompt)
+        if room < (params.max_tokens > 0):
+            raise BadRequest(
+                f"the prompt has {len(prompt)} tokens; this model's context is {self.context} tokens, output included",
+                "prompt",
+                "context_length_exceeded",
+            )
+        return msgspec.structs.replace(
+            params, max_tokens=min(params.max_tokens, room), min_tokens=min(params.min_tokens, room)
+        )
+
+    def _check_ids(self, ids: Any, name: str) -> None:
+        for place, id in enumerate(ids):
+            if not 0 <= id < self.vocab:
+                raise BadRequest(f"{name}[{place}] is {id}, outside this model's ids 0 to {self.vocab - 1}", name)
+
+    async def generate(
+        self, prompts: Sequence[list[int]], params: SamplingParams, *, salt: str = ""
+    ) -> AsyncGenerator[Delta, None]:
+        """Runs every prompt `params.n` times; choice i of prompt p has index p * n + i.
+
+        Choice 0 uses the seed as it is, the others seeds derived from it, so that choice i does not depend on n. When
+        the consumer stops early, or a stop string completes, the engine's sequences are aborted. Raises
+        EngineFailure.
+        """
+        checked = [self.check(prompt, params) for prompt in prompts]
+        seed = secrets.randbits(64) if params.seed is None else params.seed & MASK64
+        streams = [
+            self._sequence(prompt, own, derive_seed(seed, choice), place * params.n + choice, salt)
+            for place, (prompt, own) in enumerate(zip(prompts, checked, strict=True))
+            for choice in range(params.n)
+        ]
+        async with aclosing(streams[0] if len(streams) == 1 else _merge(streams)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def _sequence(
+        self, prompt: list[int], params: SamplingParams, seed: int, index: int, salt: str
+    ) -> AsyncGenerator[Delta, None]:
+        assembler = Assembler(self.tokenizer, params, index)
+        if params.max_tokens == 0 and params.prompt_logprobs is None:
+            yield assembler.push(Output(id="", token_ids=[], finish_reason="length"))  # type: ignore[misc]
+            return
+        request = Request(id=secrets.token_hex(12), prompt=prompt, params=params, seed=seed, salt=salt)
+        finished = False
+        try:
+            async with aclosing(self.client.submit(request)) as outputs:
+                async for output in outputs:
+                    finished = output.finish_reason is not None
+                    delta = assembler.push(output)
+                    if delta is not None:
+                        yield delta
+                        if delta.finish_reason is not None:
+                            return
+        finally:
+            if not finished:
+                self.client.abort(request.id)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def derive_seed(seed: int, choice: int) -> int:
+    """The seed of one choice: an unsigned 64-bit number, `seed` itself for choice 0 (splitmix64's finalizer for the
+    others).
+    """
+    if choice == 0:
+        return seed
+    z = (seed + 0x9E3779B97F4A7C15 * choice) & MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK64
+    return z ^ (z >> 31)
+
+
+async def _merge(streams: list[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
+    """All deltas as they come. The first failure ends everything."""
+    queue: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue()
+
+    async def pump(stream: AsyncGenerator[Delta, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for delta in stream:
+                    queue.put_nowait(delta)
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    try:
+        left = len(tasks)
+        while left:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
