@@ -23,7 +23,7 @@ import msgspec
 
 from tricorn.frontend.errors import BadRequest, EngineFailure
 from tricorn.frontend.stop import StopMatcher
-from tricorn.frontend.template import ChatTemplate, Message, check_length, normalize
+from tricorn.frontend.template import ChatTemplate, Message, check_text, normalize
 from tricorn.frontend.tokenizer import Detokenizer, Tokenizer
 from tricorn.request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
 
@@ -187,7 +187,7 @@ class Frontend:
         def work() -> list[int]:
             return self.tokenizer.encode(text, add_special=True, parse_special=parse_special)
 
-        check_length(text, CHARACTERS_PER_TOKEN * self.context)
+        check_text(text, CHARACTERS_PER_TOKEN * self.context)
         return await self._in_thread(work)
 
     async def encode_chat(self, messages: list[Message], options: dict[str, Any] | None = None) -> list[int]:
@@ -204,8 +204,6 @@ class Frontend:
         future = asyncio.get_running_loop().run_in_executor(self._threads, work)
         try:
             return await asyncio.wait_for(future, ENCODE_SECONDS)
-        except UnicodeEncodeError as error:
-            raise BadRequest("the prompt holds a lone surrogate, which is not text", "prompt") from error
         except TimeoutError as error:
             raise BadRequest("the prompt takes too long to tokenize", "prompt") from error
 

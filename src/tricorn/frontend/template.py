@@ -81,18 +81,22 @@ class ChatTemplate:
         """
         shielded = [_shield(message, self._tokenizer) for message in messages]
         text = self.render(shielded, _shield(options or {}, self._tokenizer))
-        check_length(text, limit)
+        check_text(text, limit)
         return self._tokenizer.encode_shielded(text)
 
 
-def check_length(text: str, limit: int | None) -> None:
-    """Refuses a text of more than `limit` characters before any work is spent on it."""
+def check_text(text: str, limit: int | None) -> None:
+    """Refuses, before any work is spent on it, what is not text or has more than `limit` characters."""
     if limit is not None and len(text) > limit:
         raise BadRequest(
             f"the prompt has {len(text)} characters, more than the {limit} that could fit the model's context",
             "prompt",
             "context_length_exceeded",
         )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequest("the prompt holds a lone surrogate, which is not text", "prompt") from error
 
 
 def normalize(messages: list[Message]) -> list[Message]:
