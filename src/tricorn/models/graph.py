@@ -1,16 +1,16 @@
 """The graph: a model written down as a list of operations, the way its paper would.
 
-Values and weights are named. Every operation takes float32 matrices of one row per token and gives one; `runtime.reference`
-interprets the list as it stands, and the compiler turns it into a plan of fused kernels.
+Values and weights are named. Every operation takes float32 matrices of one row per token and gives one;
+`runtime.reference` interprets the list as it stands, and the compiler turns it into a plan of fused kernels.
 
 The operations, with their inputs, weights and attributes (T rows; D columns):
 
-    embed      ()            weight [V, D]                 scale: float         ids of the step -> [T, D]
+    embed      ()            weight [V, D]                 scale, columns: D    ids of the step -> [T, D]
     rms_norm   (x)           weight [D] or [head_dim]      eps, heads           heads > 0: each head normalized alone
-    linear     (x)           weight [N, K], bias [N]?                           x @ weight.T + bias
-    rope       (x)                                         heads, rope          rotates halves (NeoX order); rope indexes Graph.ropes
+    linear     (x)           weight [N, K], bias [N]?      columns: N           x @ weight.T + bias
+    rope       (x)                                         heads, rope          rotates halves (NeoX); in Graph.ropes
     attention  (q, k, v)                                   layer, heads, kv_heads, head_dim, scale, window, softcap
-    act_mul    (gate, up)                                  act                  act(gate) * up; act: "silu" | "gelu_tanh"
+    act_mul    (gate, up)                                  act                  act(gate) * up; "silu" | "gelu_tanh"
     add        (a, b)
     softcap    (x)                                         cap                  cap * tanh(x / cap)
     sampled    (x)                                                              keeps only the rows that are sampled
@@ -38,7 +38,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary angles: position p turns pair i by p * inv_freq[i] (float32 product); sine and cosine are scaled by `factor`."""
+    """Rotary angles: position p turns pair i by p * inv_freq[i] (float32); sine and cosine are scaled by `factor`."""
 
     inv_freq: tuple[float, ...]
     factor: float = 1.0
