@@ -1,0 +1,166 @@
+// Runs a compiled plan: owns the page pool and the activation buffers, and executes submitted steps one after another, each as one
+// parallel region.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "kernels.hpp"
+#include "pool.hpp"
+
+namespace tricorn {
+
+// Zeroed memory straight from the system, on huge pages where it gives them.
+class Memory {
+  public:
+    explicit Memory(size_t bytes);
+    ~Memory();
+    Memory(const Memory&) = delete;
+    Memory& operator=(const Memory&) = delete;
+    uint8_t* data() const { return data_; }
+
+  private:
+    uint8_t* data_;
+    size_t bytes_;
+};
+
+struct Buffer {  // a named value of the plan; buffers with the same slot are never alive together
+    bool activations;  // false: plain float rows
+    Kind kind;
+    int columns;
+    bool sampled;  // one row per sampled row instead of one per token
+    int slot;
+};
+
+struct Segment {  // part of a merged product: a matrix and the column of `out` where its rows begin
+    Matrix weight;
+    int column;
+};
+
+struct Op {
+    enum Type { norm, linear, gated, rope_store, attention, quantize } type;
+    int in = -1, out = -1;           // buffers
+    std::vector<Segment> segments;   // linear: side by side; gated: gate, up
+    const float* weight = nullptr;   // norm
+    const float* bias = nullptr;     // linear
+    const float* q_norm = nullptr;   // rope_store
+    const float* k_norm = nullptr;
+    float epsilon = 0, scale = 0, softcap = 0;
+    bool add = false, gather = false;
+    Gate gate = Gate::silu;
+    int layer = 0, heads = 0, window = 0, rope = 0;
+};
+
+struct Rope {
+    std::vector<float> inverse_frequencies;
+    float factor;
+};
+
+struct Plan {
+    Matrix embedding;
+    float embedding_scale;
+    int residual, logits;  // buffers
+    std::vector<Buffer> buffers;
+    std::vector<Op> ops;
+    std::vector<Rope> ropes;
+    int layers, heads, kv_heads, head_dim, vocabulary;
+};
+
+struct Limits {
+    int threads, pages, max_tokens, max_rows;
+    Cache cache;
+};
+
+// Sampling of all rows of a step, as in runtime/step.py.
+struct SamplingColumns {
+    std::vector<int32_t> rows, target, top_k, position, logprobs;
+    std::vector<float> temperature, top_p, min_p, repetition, presence, frequency;
+    std::vector<uint64_t> seed;
+    std::vector<int32_t> bias_start, bias_ids, history_start, history_ids, history_prompt, mask_index;
+    std::vector<float> bias_values;
+    std::vector<uint32_t> mask;
+    int mask_words = 0;
+};
+
+struct Step {
+    std::vector<int32_t> ids, positions, row_start, page_start, pages, copies;
+    SamplingColumns sampling;
+};
+
+struct Result {
+    std::vector<int32_t> ids, rank, top_ids;
+    std::vector<float> logprob, top_logprobs;
+    int alternatives = 0;
+    double seconds = 0;
+};
+
+class Executor {
+  public:
+    Executor(const Kernels& kernels, Plan plan, Limits limits);
+    ~Executor();
+
+    // Queues a step and returns its ticket; std::invalid_argument names what is wrong with it.
+    int64_t submit(Step step);
+    // Waits for a ticket; each can be taken once.
+    Result wait(int64_t ticket);
+
+    const Plan& plan() const { return plan_; }
+    const Limits& limits() const { return limits_; }
+    size_t page_bytes() const { return pages_.page_bytes; }
+
+  private:
+    struct Angles {  // rotary, of the step's rows
+        std::vector<float> cosine, sine;
+    };
+
+    void check(const Step& step) const;
+    void drive();
+    void resolve(Step& step) const;
+    void prepare(const Step& step);
+    Result execute(Step& step, Pool& pool);
+    void begin_row(int row);
+    void run(const Op& op, Share& share, int members);
+    void sample_row(int row, const SamplingColumns& columns, Result& result);
+
+    const Buffer& buffer(int index) const { return plan_.buffers[static_cast<size_t>(index)]; }
+    size_t stride(int index) const { return static_cast<size_t>(buffer(index).columns); }
+    uint8_t* memory(int index) const { return slots_[static_cast<size_t>(buffer(index).slot)]->data(); }
+    float* floats(int index, int row = 0) const {
+        return reinterpret_cast<float*>(memory(index)) + stride(index) * static_cast<size_t>(row);
+    }
+    Activations activations(int index) const;
+    int rows_of(int index) const { return buffer(index).sampled ? static_cast<int>(sampled_rows_.size()) : batch_.tokens; }
+
+    const Kernels& kernels_;
+    const Plan plan_;
+    const Limits limits_;
+    std::vector<std::unique_ptr<Memory>> slots_;
+    std::unique_ptr<Memory> pool_memory_;
+    Pages pages_;
+
+    // of the step under way
+    Batch batch_{};
+    std::vector<int32_t> sequence_, sampled_rows_;
+    std::vector<AttentionTile> tiles_;
+    std::vector<Angles> angles_;
+    std::vector<Share> shares_;
+    std::vector<int32_t> last_ids_;
+
+    std::mutex mutex_;
+    std::condition_variable arrived_, finished_;
+    std::deque<std::pair<int64_t, Step>> queue_;
+    std::map<int64_t, Result> results_;
+    int64_t next_ticket_ = 0;
+    int last_rows_submitted_ = 0;
+    bool stopping_ = false;
+    std::thread driver_;
+};
+
+}  // namespace tricorn

@@ -1,0 +1,154 @@
+// Operations on whole rows: quantizing, norms, the embedding, rotary positions, gated activations.
+#pragma once
+
+#include "kernels.hpp"
+#include "linear.hpp"
+#include "simd.hpp"
+
+namespace tricorn::TRICORN_ISA {
+
+// Thirty-two values to int8 with one scale: the largest magnitude becomes 127.
+TRICORN_INLINE void quantize_group(F lo, F hi, const Activations& out, int row, int g) {
+    const float largest = max_lanes(max(abs(lo), abs(hi)));
+    const float scale = largest / 127.0f, inverse = largest > 0 ? 127.0f / largest : 0.0f;
+    const I a = round_to_int(lo * set(inverse)), b = round_to_int(hi * set(inverse));
+    int8_t* values = reinterpret_cast<int8_t*>(out.values) + size_t(row) * size_t(out.columns) + size_t(group * g);
+    store_s8(values, a);
+    store_s8(values + lanes, b);
+    const int first = static_cast<int>(sum_lanes(to_float(a))), second = static_cast<int>(sum_lanes(to_float(b)));
+    const size_t at = size_t(row) * size_t(out.columns / group) + size_t(g);
+    out.scale[at] = scale;
+    out.sum[at] = scale * static_cast<float>(first + second);
+    out.half_sum[2 * at] = first;
+    out.half_sum[2 * at + 1] = second;
+}
+
+// Group g of a row of activations, in whatever kind they are.
+TRICORN_INLINE void put_group(F lo, F hi, const Activations& out, int row, int g) {
+    const size_t at = size_t(row) * size_t(out.columns) + size_t(group * g);
+    switch (out.kind) {
+        case Kind::q8: return quantize_group(lo, hi, out, row, g);
+        case Kind::f32: {
+            float* values = reinterpret_cast<float*>(out.values) + at;
+            store(values, lo);
+            store(values + lanes, hi);
+            return;
+        }
+        case Kind::bf16: {
+            float values[group];
+            store(values, lo);
+            store(values + lanes, hi);
+            uint16_t* to = reinterpret_cast<uint16_t*>(out.values) + at;
+            for (int i = 0; i < group; ++i) to[i] = float_to_bf16(values[i]);
+            return;
+        }
+    }
+}
+
+void quantize(const float* in, const Activations& out, int row) {
+    for (int g = 0; g < out.columns / group; ++g) put_group(load(in + group * g), load(in + group * g + lanes), out, row, g);
+}
+
+TRICORN_INLINE float inverse_rms(const float* x, int columns, float epsilon) {
+    F squares = zero();
+    int i = 0;
+    for (; i + lanes <= columns; i += lanes) squares = fma(load(x + i), load(x + i), squares);
+    return 1.0f / std::sqrt(sum_lanes(squares) / static_cast<float>(columns) + epsilon);
+}
+
+void norm(const Norm& op, int row) {
+    const float* x = op.in + op.stride * size_t(op.rows ? op.rows[row] : row);
+    const F inverse = set(inverse_rms(x, op.columns, op.epsilon));
+    for (int g = 0; g < op.columns / group; ++g) {
+        const int at = group * g;
+        F lo = load(x + at) * inverse * load(op.weight + at);
+        F hi = load(x + at + lanes) * inverse * load(op.weight + at + lanes);
+        if (op.add) {
+            float* sum = op.sum + op.sum_stride * size_t(row) + at;
+            store(sum, load(sum) + lo);
+            store(sum + lanes, load(sum + lanes) + hi);
+        } else {
+            put_group(lo, hi, op.out, row, g);
+        }
+    }
+}
+
+void gated(const Gated& op, int out_group, int first_row, int last_row) {
+    float gate[2][tile_tokens * block_rows], up[2][tile_tokens * block_rows];
+    for (int row = first_row; row < last_row; row += tile_tokens) {
+        const int count = least(tile_tokens, last_row - row);
+        for (int half = 0; half < 2; ++half) {
+            block_product(op.gate, 2 * out_group + half, op.in, row, count, gate[half]);
+            block_product(op.up, 2 * out_group + half, op.in, row, count, up[half]);
+        }
+        for (int t = 0; t < count; ++t) {
+            F result[2];
+            for (int half = 0; half < 2; ++half) {
+                const F g = load(gate[half] + block_rows * t);
+                result[half] = (op.function == Gate::silu ? silu(g) : gelu_tanh(g)) * load(up[half] + block_rows * t);
+            }
+            put_group(result[0], result[1], op.out, row + t, out_group);
+        }
+    }
+}
+
+// One row of a packed matrix as floats, times `scale`. Rows are strided through their block, so this is scalar work.
+template <class W>
+void unpack_row(const uint8_t* block, int columns, int lane, float factor, float* out) {
+    const W w(block, columns);
+    for (int g = 0; g < columns / group; ++g) {
+        Q q[steps];
+        unpack<W::quant_bytes>(w.quants + size_t(W::quant_bytes) * size_t(g), q);
+        float scale[2][lanes], offset[2][lanes];
+        for (int half = 0; half < 2; ++half) {
+            if constexpr (W::halves) {
+                F s = w.scale(g) * to_float(w.half_scale(2 * g + half));
+                store(scale[half], s);
+                store(offset[half], s * set(-32));
+            } else {
+                store(scale[half], w.scale(g));
+                store(offset[half], w.offset(g, w.scale(g)));
+            }
+        }
+        for (int s = 0; s < steps; ++s) {
+            uint8_t bytes[64];
+            std::memcpy(bytes, &q[s], 64);
+            for (int b = 0; b < 4; ++b) {
+                const int half = s >= steps / 2;
+                const float value = scale[half][lane] * static_cast<float>(bytes[4 * lane + b]) + offset[half][lane];
+                out[group * g + 4 * s + b] = value * factor;
+            }
+        }
+    }
+}
+
+void embed(const Matrix& m, int32_t id, float factor, float* out) {
+    const uint8_t* block = m.data + m.block_bytes * size_t(id / block_rows);
+    const int lane = id % block_rows;
+    const uint16_t* words = reinterpret_cast<const uint16_t*>(block);
+    switch (m.form) {
+        case Form::q4_0: return unpack_row<Simple<4, false, 8>>(block, m.columns, lane, factor, out);
+        case Form::q4_1: return unpack_row<Simple<4, true, 0>>(block, m.columns, lane, factor, out);
+        case Form::q5_0: return unpack_row<Simple<5, false, 16>>(block, m.columns, lane, factor, out);
+        case Form::q5_1: return unpack_row<Simple<5, true, 0>>(block, m.columns, lane, factor, out);
+        case Form::q8_0: return unpack_row<Simple<8, false, 128>>(block, m.columns, lane, factor, out);
+        case Form::q4_k: return unpack_row<TwoLevel<4, true>>(block, m.columns, lane, factor, out);
+        case Form::q5_k: return unpack_row<TwoLevel<5, true>>(block, m.columns, lane, factor, out);
+        case Form::q6_k: return unpack_row<HalfGroups>(block, m.columns, lane, factor, out);
+        case Form::f32:
+            for (int k = 0; k < m.columns; ++k) out[k] = reinterpret_cast<const float*>(block)[block_rows * k + lane] * factor;
+            return;
+        case Form::f16:
+            for (int k = 0; k < m.columns; ++k) {
+                float values[lanes];
+                store(values, load_f16(words + block_rows * k));
+                out[k] = values[lane] * factor;
+            }
+            return;
+        case Form::bf16:
+            for (int k = 0; k < m.columns; ++k) out[k] = bf16_to_float(words[block_rows * (k & ~1) + 2 * lane + (k & 1)]) * factor;
+            return;
+    }
+}
+
+}  // namespace tricorn::TRICORN_ISA
