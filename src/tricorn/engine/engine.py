@@ -1,0 +1,109 @@
+"""The engine: a scheduler and an executor in step, one batch ahead of the one that runs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from tricorn.cache.pool import PagePool
+from tricorn.cache.radix import RadixTree
+from tricorn.engine.messages import EngineStats
+from tricorn.request import Output, Request, TricornError
+from tricorn.runtime.step import Executor, Handle, StepResult
+from tricorn.scheduler.batch import Batch
+from tricorn.scheduler.limits import Limits
+from tricorn.scheduler.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """The handle of a step that the executor refused."""
+
+    error: Exception
+
+    def result(self) -> StepResult:
+        raise self.error
+
+
+class Engine:
+    """Serves requests step by step. With `overlap`, a step is scheduled and submitted while the one before still runs;
+    without, each is waited for. `debug` checks the books of the cache after every step."""
+
+    def __init__(self, executor: Executor, limits: Limits, *, overlap: bool = True, debug: bool = False) -> None:
+        self.executor = executor
+        self.pool = PagePool(executor.pages)
+        self.scheduler = Scheduler(self.pool, RadixTree(self.pool), limits)
+        self._overlap = overlap
+        self._debug = debug
+        self._flying: tuple[Batch, Handle] | None = None
+        self._steps = 0
+        self._step_seconds = 0.0
+        self._host_seconds = 0.0
+        self._ended = 0.0
+
+    @property
+    def idle(self) -> bool:
+        return self.scheduler.idle
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises TricornError when it can never be served."""
+        self.scheduler.add(request)
+
+    def abort(self, id: str) -> list[Output]:
+        output = self.scheduler.abort(id)
+        return [] if output is None else [output]
+
+    def step(self) -> list[Output]:
+        """Submits the next batch, then waits for the one before it; gives what that one brought. A step that fails ends
+        its own requests with reason "error", and the engine lives on."""
+        began = time.perf_counter()
+        batch = self.scheduler.schedule()
+        submitted = None if batch is None else (batch, self._submit(batch))
+        self._host_seconds += time.perf_counter() - began
+        if not self._overlap:
+            return [] if submitted is None else self._finish(*submitted, began)
+        flying, self._flying = self._flying, submitted
+        return [] if flying is None else self._finish(*flying, began)
+
+    def stats(self) -> EngineStats:
+        scheduler, pool = self.scheduler, self.pool
+        return EngineStats(
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+            pages_total=pool.total,
+            pages_free=pool.free,
+            pages_held=pool.held,
+            pages_cached=pool.cached,
+            finished={str(reason): count for reason, count in scheduler.finished.items()},
+            steps=self._steps,
+            step_seconds=self._step_seconds,
+            host_seconds=self._host_seconds,
+            **scheduler.counts,
+        )
+
+    def _submit(self, batch: Batch) -> Handle:
+        try:
+            return self.executor.submit(batch.step)
+        except Exception as error:  # whatever it is, it belongs to this step alone
+            return _Failed(error)
+
+    def _finish(self, batch: Batch, handle: Handle, began: float) -> list[Output]:
+        try:
+            result = handle.result()
+        except Exception as error:
+            outputs = self.scheduler.fail(batch, f"the step failed: {_line(error)}")
+        else:
+            ended = time.perf_counter()
+            self._steps += 1
+            self._step_seconds += ended - max(began, self._ended)
+            self._ended = ended
+            outputs = self.scheduler.commit(batch, result)
+            self._host_seconds += time.perf_counter() - ended
+        if self._debug:
+            self.scheduler.check()
+        return outputs
+
+
+def _line(error: Exception) -> str:
+    text = str(error) if isinstance(error, TricornError) else f"{type(error).__name__}: {error}"
+    return " ".join(text.split())[:500]

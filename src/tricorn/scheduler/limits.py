@@ -1,0 +1,81 @@
+"""What an engine can take, and the check that every request passes before it is queued."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from tricorn.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, Request, SamplingParams, TricornError
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """`context` bounds prompt and output of a sequence together, in tokens; the page pool can hold as many."""
+
+    context: int
+    vocab: int
+    max_sequences: int
+    """Sequences that run at the same time."""
+    max_tokens: int
+    """Token rows in a step."""
+    max_rows: int
+    """Sampled or scored rows in a step."""
+    eos_ids: tuple[int, ...] = ()
+
+    @property
+    def max_running(self) -> int:
+        """Every running sequence can have a token and a sampled row in every step."""
+        return min(self.max_sequences, self.max_tokens, self.max_rows)
+
+
+def check_request(request: Request, limits: Limits) -> None:
+    """Raises TricornError, in one line with the numbers, when the engine could never serve this request."""
+    prompt, params = request.prompt, request.params
+    if not prompt:
+        raise TricornError("the prompt has no tokens; give at least one")
+    if len(prompt) + (params.max_tokens > 0) > limits.context:
+        raise TricornError(
+            f"the prompt has {len(prompt)} tokens, but prompt and output together are limited to {limits.context};"
+            " shorten the prompt"
+        )
+    _check_ids("the prompt", prompt, limits.vocab)
+    _check_ids("stop_token_ids", params.stop_token_ids, limits.vocab)
+    _check_ids("logit_bias", list(params.logit_bias), limits.vocab)
+    if len(params.logit_bias) > MAX_LOGIT_BIAS:
+        raise TricornError(f"logit_bias has {len(params.logit_bias)} entries, at most {MAX_LOGIT_BIAS} are allowed")
+    if not 0 <= request.seed < 2**64:
+        raise TricornError(f"seed {request.seed} is not an unsigned 64-bit number")
+    _check_numbers(params)
+
+
+def _check_ids(name: str, ids: list[int] | tuple[int, ...], vocab: int) -> None:
+    for token in (min(ids), max(ids)) if ids else ():
+        if not 0 <= token < vocab:
+            raise TricornError(f"{name} has token id {token}; the ids of this model are 0 to {vocab - 1}")
+
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "max_tokens": (0, 2**31),
+    "min_tokens": (0, 2**31),
+    "temperature": (0, math.inf),
+    "top_k": (-1, 2**31 - 1),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0, math.inf),
+    "presence_penalty": (-100, 100),
+    "frequency_penalty": (-100, 100),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+
+
+def _check_numbers(params: SamplingParams) -> None:
+    for name, (low, high) in _RANGES.items():
+        value = getattr(params, name)
+        if value is not None and not (low <= value <= high and math.isfinite(value)):
+            raise TricornError(f"{name} is {value}; it must be a finite number from {low} to {high}")
+    if params.repetition_penalty == 0:
+        raise TricornError("repetition_penalty is 0; it must be greater")
+    for token, value in params.logit_bias.items():
+        if math.isnan(value) or value == math.inf:
+            raise TricornError(f"the logit_bias of token {token} is {value}; it must be a finite number")

@@ -1,0 +1,151 @@
+"""What the scheduler knows of a sequence: a small object each, and flat arrays by slot that steps are built from."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tricorn.request import FinishReason, Request, TokenLogprobs
+from tricorn.runtime.step import PAGE
+from tricorn.scheduler.limits import Limits
+
+I32 = NDArray[np.int32]
+F32 = NDArray[np.float32]
+
+
+class Sequence:
+    """One request on its way. While it waits its tokens are in `tokens`; while it runs they are in its slot."""
+
+    __slots__ = (
+        "arrival",
+        "ban",
+        "bias",
+        "cached_tokens",
+        "ended",
+        "id",
+        "in_flight",
+        "leaving",
+        "limit",
+        "logprobs",
+        "min_tokens",
+        "outputs",
+        "prompt_tokens",
+        "publish",
+        "refused",
+        "request",
+        "salt",
+        "scores",
+        "slot",
+        "stops",
+        "tokens",
+        "total",
+    )
+
+    def __init__(self, request: Request, arrival: int, limits: Limits) -> None:
+        params = request.params
+        self.request = request
+        self.id = request.id
+        self.salt = request.salt
+        self.arrival = arrival
+        self.slot = -1
+        self.tokens: I32 = np.array(request.prompt, np.int32)
+        self.prompt_tokens = len(request.prompt)
+        self.limit = min(params.max_tokens, limits.context - self.prompt_tokens)
+        self.total = self.prompt_tokens + self.limit
+        self.outputs = 0
+        self.min_tokens = params.min_tokens
+        self.stops = frozenset(params.stop_token_ids + (() if params.ignore_eos else limits.eos_ids))
+        self.logprobs = params.logprobs
+        self.cached_tokens = -1  # not admitted yet
+        self.scores: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
+        """The prompt's logprobs so far; None when not asked for or sent already."""
+        self.in_flight = 0
+        """Steps not committed yet that name this sequence. Its slot and pages stay until there are none."""
+        self.ended: FinishReason | None = None
+        self.leaving = False
+        """No step takes it any more: it ended, or was preempted."""
+        self.refused = False
+        """It was the first in the queue once and did not fit: nobody may overtake it any more."""
+        self.publish = True
+        """Whether its computed tokens may go into the tree; a failed step makes them doubtful."""
+        ids = list(params.logit_bias)
+        values = [max(value, -1e30) for value in params.logit_bias.values()]
+        self.bias = _bias(ids, values)
+        self.ban = _bias(ids + sorted(self.stops), values + [-np.inf] * len(self.stops))
+        """The bias while fewer than `min_tokens` have come: nothing may end the sequence."""
+
+    @property
+    def runs(self) -> bool:
+        return self.slot >= 0 and not self.leaving
+
+    @property
+    def scoring(self) -> bool:
+        """Whether prompt tokens remain to be scored, so that all of the prompt must be computed."""
+        return self.scores is not None and len(self.scores) < self.prompt_tokens
+
+    def bias_at(self, outputs: int) -> tuple[I32, F32]:
+        return self.ban if outputs < self.min_tokens else self.bias
+
+
+def _bias(ids: list[int], values: list[float]) -> tuple[I32, F32]:
+    return np.array(ids, np.int32), np.array(values, np.float32)
+
+
+FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+class Slots:
+    """Arrays of one line per running sequence, preallocated for `limits.max_running`.
+
+    `tokens` [S, context] are all ids known; -1-j stands for the id that row j of the step in flight will sample.
+    `pages` [S, P] is the page table. `length` counts tokens, `computed` those whose KV is computed or in flight, `goal`
+    is where computing ends, `total` where the sequence ends. The last sampled token is never computed, so goal = total
+    - 1.
+    """
+
+    def __init__(self, limits: Limits) -> None:
+        count = limits.max_running
+        self.free = list(range(count - 1, -1, -1))
+        self.sequences: list[Sequence | None] = [None] * count
+        self.tokens = np.zeros((count, limits.context), np.int32)
+        self.pages = np.zeros((count, pages_for(limits.context)), np.int32)
+        self.page_count, self.length, self.computed, self.goal, self.total, self.prompt = np.zeros((6, count), np.int32)
+        self.floats = np.zeros((len(FLOATS), count), np.float32)
+        self.top_k, self.logprobs, self.prompt_logprobs, self.min_tokens = np.zeros((4, count), np.int32)
+        self.seed = np.zeros(count, np.uint64)
+        self.penalized, self.biased, self.scoring = np.zeros((3, count), np.bool_)
+
+    def enter(self, sequence: Sequence, pages: I32, computed: int) -> None:
+        """Gives a waiting sequence a slot, with `pages` for all its tokens; the first `computed` have their KV
+        there."""
+        slot = sequence.slot = self.free.pop()
+        self.sequences[slot] = sequence
+        tokens, params = sequence.tokens, sequence.request.params
+        self.tokens[slot, : len(tokens)] = tokens
+        self.pages[slot, : len(pages)] = pages
+        self.page_count[slot] = len(pages)
+        self.length[slot] = len(tokens)
+        self.computed[slot] = computed
+        self.total[slot] = sequence.total
+        self.goal[slot] = max(sequence.total - 1, 1)
+        self.prompt[slot] = sequence.prompt_tokens
+        self.floats[:, slot] = [getattr(params, name) for name in FLOATS]
+        self.top_k[slot] = max(params.top_k, 0)
+        self.logprobs[slot] = -1 if params.logprobs is None else params.logprobs
+        self.prompt_logprobs[slot] = -1 if params.prompt_logprobs is None else params.prompt_logprobs
+        self.min_tokens[slot] = sequence.min_tokens
+        self.seed[slot] = sequence.request.seed
+        self.penalized[slot] = bool(
+            params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+        )
+        self.biased[slot] = bool(params.logit_bias)
+        self.scoring[slot] = sequence.scoring
+
+    def leave(self, sequence: Sequence) -> None:
+        self.sequences[sequence.slot] = None
+        self.free.append(sequence.slot)
+        sequence.slot = -1
+
+
+def pages_for(tokens: int) -> int:
+    return -(-tokens // PAGE)
