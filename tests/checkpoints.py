@@ -1,6 +1,6 @@
 """Small random checkpoints of every architecture, made from a seed with NumPy alone.
 
-`make("qwen3", seed=1, layers...)` gives a config in Hugging Face's form and float32 weights under Hugging Face's names, as that
+`make("qwen3", seed=1)` gives a config in Hugging Face's form and float32 weights under Hugging Face's names, as that
 library would store them (Gemma's norm weights less 1). `write_folder` writes them as a model folder that can be served.
 """
 
@@ -118,7 +118,7 @@ def tokenizer() -> Tokenizer:
 
 
 def write_folder(path: Path, architecture: str = "llama", seed: int = 0, shards: int = 1, **overrides: Any) -> Path:
-    """Writes a model folder: config, weights (in several shards if asked), tokenizer and chat template. Gives `path`."""
+    """Writes a model folder: config, weights (in several shards if asked), tokenizer, chat template. Gives `path`."""
     config, weights = make(architecture, seed, **overrides)
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config, indent=1))
@@ -129,10 +129,9 @@ def write_folder(path: Path, architecture: str = "llama", seed: int = 0, shards:
     if shards == 1:
         save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
         return path
-    weight_map = {
-        name: f"model-{i % shards + 1:05}-of-{shards:05}.safetensors" for i, name in enumerate(sorted(weights))
-    }
-    for file in sorted(set(weight_map.values())):
+    files = [f"model-{shard + 1:05}-of-{shards:05}.safetensors" for shard in range(shards)]
+    weight_map = {name: files[i % shards] for i, name in enumerate(sorted(weights))}
+    for file in files:
         part = {name: weights[name] for name in weights if weight_map[name] == file}
         save_file(part, path / file, metadata={"format": "pt"})
     total = sum(tensor.nbytes for tensor in weights.values())

@@ -5,7 +5,6 @@ A file is a stranger's: each number is bounded, so that nothing later divides by
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -31,12 +30,12 @@ def integer(config: Config, key: str, most: int, default: int | None = None) -> 
 
 
 def number(config: Config, key: str, default: float | None = None) -> float:
-    """The positive finite number under `key`; null counts as absent. Raises TricornError."""
+    """The positive number under `key`, of a size that float32 can hold; null counts as absent. Raises TricornError."""
     value = config.get(key)
     value = default if value is None else value
     if value is None:
         raise TricornError(f"the model's config has no {key!r}; is config.json complete?")
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-30 < value < 1e30:
         raise TricornError(f"the model's config has {key} = {value!r}; it must be a positive number")
     return float(value)
 

@@ -29,7 +29,7 @@ def rope_entries(config: Config, layer_type: str | None = None, theta: float = 1
     entries = {} if entries is None else entries
     if not isinstance(entries, dict):
         raise TricornError(f"the model's config has rope entries {entries!r}; they must be an object")
-    return {"rope_theta": config.get("rope_theta") or theta, **entries}
+    return {**entries, "rope_theta": number(entries, "rope_theta", number(config, "rope_theta", theta))}
 
 
 def make_rope(config: Config, head_dim: int, entries: dict[str, Any]) -> Rope:
@@ -37,12 +37,14 @@ def make_rope(config: Config, head_dim: int, entries: dict[str, Any]) -> Rope:
     if number({**config, **entries}, "partial_rotary_factor", 1.0) != 1.0:
         raise TricornError("the model rotates only a part of each head (partial_rotary_factor), which is not supported")
     kind = entries.get("rope_type") or entries.get("type") or "default"
-    if kind not in SCALINGS:
+    if not isinstance(kind, str) or kind not in SCALINGS:
         raise TricornError(f"the model's rope type {kind!r} is not supported; known are {', '.join(SCALINGS)}")
     original = {"original_max_position_embeddings": config.get("max_position_embeddings")}
     frequencies = number(entries, "rope_theta") ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
     frequencies, factor = SCALINGS[kind](frequencies, original | entries)
     frequencies = frequencies / _frequency_factors(config, head_dim // 2)
+    if not frequencies.max() < 1e30:
+        raise TricornError("the model's rope entries give frequencies beyond what float32 can hold")
     return Rope(inv_freq=tuple(float(f) for f in frequencies.astype(np.float32)), factor=factor)
 
 
@@ -51,7 +53,7 @@ def stretched_context(context: int, entries: dict[str, Any]) -> int:
     if (entries.get("rope_type") or entries.get("type")) != "yarn":
         return context
     original = integer(entries, "original_max_position_embeddings", MOST_TOKENS, context)
-    return min(MOST_TOKENS, max(context, int(original * number(entries, "factor"))))
+    return max(context, int(min(MOST_TOKENS, original * number(entries, "factor"))))
 
 
 def _frequency_factors(config: Config, pairs: int) -> F64:
@@ -59,10 +61,9 @@ def _frequency_factors(config: Config, pairs: int) -> F64:
     factors = config.get("rope_freq_factors")
     if factors is None:
         return np.ones(pairs)
-    factors = np.asarray(factors, np.float64)
-    if factors.shape != (pairs,) or not np.all(np.isfinite(factors) & (factors > 0)):
+    if not isinstance(factors, list) or len(factors) != pairs:
         raise TricornError(f"the model's rope_freq_factors must be {pairs} positive numbers")
-    return factors
+    return np.array([number({"rope_freq_factors": factor}, "rope_freq_factors") for factor in factors])
 
 
 def _default(frequencies: F64, entries: dict[str, Any]) -> tuple[F64, float]:
