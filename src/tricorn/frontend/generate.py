@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from tricorn.engine.messages import EngineInfo, EngineStats
 from tricorn.frontend.errors import BadRequest, EngineFailure
 from tricorn.frontend.stop import StopMatcher
 from tricorn.frontend.template import ChatTemplate, Message, check_text, normalize
@@ -58,26 +59,22 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prompt_logprobs: list[TokenLogprobs | None] | None
 
 
-class EngineInfo(Protocol):
-    """What the frontend must know of an engine."""
-
-    context: int
-    """The most tokens of prompt and output together."""
-    vocab: int
-    """The width of the logits."""
-
-
 class EngineClient(Protocol):
     """The way to an engine, in this process or another."""
 
     @property
     def info(self) -> EngineInfo: ...
 
+    @property
+    def alive(self) -> bool: ...
+
     def submit(self, request: Request) -> AsyncGenerator[Output, None]:
         """Runs the request; the last output has a finish_reason."""
         ...
 
     def abort(self, id: str) -> None: ...
+
+    async def stats(self) -> EngineStats: ...
 
 
 class Assembler:
@@ -240,14 +237,14 @@ class Frontend:
             if not 0 <= id < self.vocab:
                 raise BadRequest(f"{name}[{place}] is {id}, outside this model's ids 0 to {self.vocab - 1}", name)
 
-    async def generate(
+    def generate(
         self, prompts: Sequence[list[int]], params: SamplingParams, *, salt: str = ""
     ) -> AsyncGenerator[Delta, None]:
         """Runs every prompt `params.n` times; choice i of prompt p has index p * n + i.
 
         Choice 0 uses the seed as it is, the others seeds derived from it, so that choice i does not depend on n. When
-        the consumer stops early, or a stop string completes, the engine's sequences are aborted. Raises
-        EngineFailure.
+        the consumer closes the generator early, or a stop string completes, the engine's sequences are aborted.
+        Raises BadRequest at once; the generator raises EngineFailure.
         """
         checked = [self.check(prompt, params) for prompt in prompts]
         seed = secrets.randbits(64) if params.seed is None else params.seed & MASK64
@@ -256,9 +253,7 @@ class Frontend:
             for place, (prompt, own) in enumerate(zip(prompts, checked, strict=True))
             for choice in range(params.n)
         ]
-        async with aclosing(streams[0] if len(streams) == 1 else _merge(streams)) as deltas:
-            async for delta in deltas:
-                yield delta
+        return streams[0] if len(streams) == 1 else _merge(streams)
 
     async def _sequence(
         self, prompt: list[int], params: SamplingParams, seed: int, index: int, salt: str

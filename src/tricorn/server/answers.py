@@ -1,0 +1,135 @@
+"""The shapes of the OpenAI API's answers, as plain dictionaries: whole ones and the chunks of a stream.
+
+Log probabilities are natural logarithms of the model's raw distribution. JSON knows no infinity, so they end at
+-9999. A token's text alone shows a part of a character as U+FFFD; `bytes` are always the true ones.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from tricorn.frontend.generate import Delta
+from tricorn.frontend.tokenizer import Detokenizer, Tokenizer
+from tricorn.request import TokenLogprobs
+
+FLOOR = -9999.0
+
+Fields = dict[str, Any]
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """A prompt's ids and, when it is to be echoed, its text with the character offset of each token."""
+
+    ids: list[int]
+    text: str = ""
+    offsets: list[int] = []
+
+
+def echoed(tokenizer: Tokenizer, ids: list[int]) -> Prompt:
+    """The prompt as the model sees it, special tokens written out, without the BOS that was put in front."""
+    detokenizer = Detokenizer(tokenizer, skip_special=False)
+    pieces = ["" if place == 0 and id == tokenizer.bos_id else detokenizer.push(id) for place, id in enumerate(ids)]
+    offsets, length = [], 0
+    for piece in pieces:
+        offsets.append(length)
+        length += len(piece)
+    return Prompt(ids, "".join(pieces) + detokenizer.finish(), offsets)
+
+
+def header(kind: str, prefix: str, model: str) -> Fields:
+    """What every answer and every chunk of one request begins with."""
+    return {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": model}
+
+
+def usage(prompts: Sequence[Prompt], completion_tokens: int, cached_tokens: int) -> Fields:
+    prompt_tokens = sum(len(prompt.ids) for prompt in prompts)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+    }
+
+
+def _finite(value: float) -> float:
+    return value if value > FLOOR else FLOOR
+
+
+# --- chat
+
+
+def chat_logprobs(tokenizer: Tokenizer, delta: Delta) -> Fields | None:
+    if delta.logprobs is None:
+        return None
+    return {
+        "content": [
+            {
+                **_chat_token(tokenizer, id, entry.logprob),
+                "top_logprobs": [
+                    _chat_token(tokenizer, top, value)
+                    for top, value in zip(entry.top_ids, entry.top_logprobs, strict=True)
+                ],
+            }
+            for id, entry in zip(delta.token_ids, delta.logprobs, strict=True)
+        ],
+        "refusal": None,
+    }
+
+
+def _chat_token(tokenizer: Tokenizer, id: int, logprob: float) -> Fields:
+    data = tokenizer.token_bytes(id)
+    return {"token": data.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(data)}
+
+
+# --- plain completions
+
+
+def completion_logprobs(tokenizer: Tokenizer, delta: Delta, prompt: Prompt, *, echo: bool) -> Fields | None:
+    """The entries of this delta's tokens, offsets counted from the start of the whole text; with `echo` of the prompt's
+    as well.
+    """
+    if delta.logprobs is None:
+        return None
+    ids, entries = list(delta.token_ids), list[TokenLogprobs | None](delta.logprobs)
+    offsets = [len(prompt.text) + offset for offset in delta.offsets]
+    if echo:
+        known = delta.prompt_logprobs or [None] * len(prompt.ids)
+        ids, entries, offsets = [*prompt.ids, *ids], [*known, *entries], [*prompt.offsets, *offsets]
+    return {
+        "tokens": [tokenizer.token_text(id) for id in ids],
+        "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in entries],
+        "top_logprobs": [_top(tokenizer, id, entry) for id, entry in zip(ids, entries, strict=True)],
+        "text_offset": offsets,
+    }
+
+
+def _top(tokenizer: Tokenizer, id: int, entry: TokenLogprobs | None) -> dict[str, float] | None:
+    """The best alternatives by text, the token itself always among them."""
+    if entry is None:
+        return None
+    pairs = {tokenizer.token_text(id): _finite(entry.logprob)}
+    for top, value in zip(entry.top_ids, entry.top_logprobs, strict=True):
+        pairs.setdefault(tokenizer.token_text(top), _finite(value))
+    return pairs
+
+
+def join(deltas: list[Delta]) -> Delta:
+    """All deltas of one choice as a single one."""
+    last = deltas[-1]
+    return Delta(
+        index=last.index,
+        text="".join(delta.text for delta in deltas),
+        token_ids=[id for delta in deltas for id in delta.token_ids],
+        offsets=[offset for delta in deltas for offset in delta.offsets],
+        logprobs=None if last.logprobs is None else [entry for delta in deltas for entry in delta.logprobs or ()],
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        completion_tokens=last.completion_tokens,
+        cached_tokens=max(delta.cached_tokens for delta in deltas),
+        prompt_logprobs=next((d.prompt_logprobs for d in deltas if d.prompt_logprobs is not None), None),
+    )

@@ -1,0 +1,297 @@
+"""The bodies of requests: every field that counts, its type and its bounds.
+
+A body is read by several readers, each of which takes the fields that it knows and skips the rest, so unknown fields
+do no harm. Types are strict: "5" is no number, 1.0 no integer, true no 1, NaN nothing at all. Null means the same as
+absent. Known fields of other servers that would change an answer and are not honoured here are refused by name unless
+they hold their neutral value.
+
+Where servers differ: `top_k` 0 and -1 are off; `top_p` 0 is refused; `seed` may be from -2^63 to 2^64 - 1 and
+negative seeds count modulo 2^64; `temperature` below 1e-5 is greedy; in chat `max_completion_tokens` and `max_tokens`
+must agree when both are set.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from tricorn.frontend.template import RESERVED
+from tricorn.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
+from tricorn.server.errors import HttpError, printable
+
+T = TypeVar("T")
+
+MAX_CHOICES = 128
+MAX_PROMPTS = 1024
+MAX_MESSAGES = 4096
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_DEPTH = 64
+"""Levels of nested lists and objects in a body."""
+MAX_TOKENS = 2**31 - 1
+
+Id = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
+Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
+StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
+Alternatives = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """How a stream reports; `include_usage` adds one chunk with the usage before the end."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """The fields that chat and plain completions share."""
+
+    model: Annotated[str, Meta(max_length=512)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Count | None = None
+    min_tokens: Count | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=MAX_LOGIT_BIAS)] | None
+    ) = None
+    seed: int | None = None
+    stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
+    stop_token_ids: Annotated[list[Id], Meta(max_length=MAX_LOGIT_BIAS)] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+
+
+class Chat(msgspec.Struct, frozen=True):
+    """The fields of a chat completion alone."""
+
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1, max_length=MAX_MESSAGES)]
+    logprobs: bool | None = None
+    top_logprobs: Alternatives | None = None
+    max_completion_tokens: Count | None = None
+    chat_template_kwargs: Annotated[dict[str, str | int | float | bool | None], Meta(max_length=32)] | None = None
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """The fields of a plain completion alone. `parse_special` false makes the text of a control token plain text."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: Alternatives | None = None
+    echo: bool | None = None
+    parse_special: bool | None = None
+
+
+# fmt: off
+_NEVER = (
+    "allowed_token_ids", "chat_template", "documents", "ebnf", "functions", "grammar", "guided_choice",
+    "guided_decoding_backend", "guided_grammar", "guided_json", "guided_regex", "guided_whitespace_pattern",
+    "json_schema", "kv_transfer_params", "logit_processors", "logits_processors", "lora_path", "mirostat",
+    "prediction", "prompt_embeds", "prompt_logprobs", "regex", "repetition_detection", "samplers", "stop_regex",
+    "structural_tag", "structured_outputs", "suffix", "thinking_token_budget", "top_a",
+    "truncate_prompt_tokens", "xtc_probability",
+)
+# fmt: on
+
+REFUSED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_NEVER, ()),
+    "add_generation_prompt": (True,),
+    "audio": (),
+    "bad_words": ([],),
+    "best_of": (1,),
+    "continue_final_message": (False,),
+    "dry_multiplier": (0,),
+    "function_call": ("none", "auto"),
+    "length_penalty": (1,),
+    "modalities": (["text"],),
+    "no_stop_trim": (False,),
+    "response_format": ({"type": "text"},),
+    "return_tokens_as_token_ids": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+}
+"""Known fields that are not honoured, and the values with which they ask for nothing."""
+
+_sampling = msgspec.json.Decoder(Sampling)
+_chat = msgspec.json.Decoder(Chat)
+_completion = msgspec.json.Decoder(Completion)
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def read_chat(body: bytes) -> tuple[Sampling, Chat, SamplingParams]:
+    """A chat completion's body. Raises HttpError 400 naming the field at fault."""
+    _check_form(body)
+    sampling, chat = _decode(_sampling, body), _decode(_chat, body)
+    if chat.top_logprobs is not None and not chat.logprobs:
+        raise HttpError(400, "top_logprobs needs logprobs to be true", "top_logprobs", "invalid_value")
+    if chat.max_completion_tokens is not None and sampling.max_tokens not in (None, chat.max_completion_tokens):
+        raise HttpError(400, "max_tokens and max_completion_tokens differ: set one", "max_tokens", "invalid_value")
+    for name in (chat.chat_template_kwargs or {}).keys() & RESERVED:
+        raise HttpError(400, f"chat_template_kwargs must not set {name}", "chat_template_kwargs", "invalid_value")
+    max_tokens = sampling.max_tokens if chat.max_completion_tokens is None else chat.max_completion_tokens
+    return sampling, chat, _params(sampling, max_tokens, (chat.top_logprobs or 0) if chat.logprobs else None)
+
+
+def read_completion(body: bytes) -> tuple[Sampling, Completion, SamplingParams]:
+    """A plain completion's body. Raises HttpError 400 naming the field at fault."""
+    _check_form(body)
+    sampling, completion = _decode(_sampling, body), _decode(_completion, body)
+    max_tokens = 16 if sampling.max_tokens is None else sampling.max_tokens
+    params = _params(sampling, max_tokens, completion.logprobs)
+    if completion.echo:
+        params = msgspec.structs.replace(params, prompt_logprobs=completion.logprobs)
+    return sampling, completion, params
+
+
+def prompts(completion: Completion) -> list[str | list[int]]:
+    """The prompts of a completion: one string, several, one list of ids, or several."""
+    prompt = completion.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise HttpError(400, "prompt is an empty list", "prompt", "invalid_value")
+    if all(isinstance(item, int) for item in prompt):
+        return [prompt]  # type: ignore[list-item]
+    if len(prompt) > MAX_PROMPTS:
+        raise HttpError(400, f"prompt holds more than {MAX_PROMPTS} prompts", "prompt", "invalid_value")
+    if not (all(isinstance(item, str) for item in prompt) or all(isinstance(item, list) for item in prompt)):
+        raise HttpError(400, "prompt mixes strings, ids and lists of ids", "prompt", "invalid_type")
+    return prompt  # type: ignore[return-value]
+
+
+def _params(body: Sampling, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    """The engine's parameters; no `max_tokens` means as many as the context leaves."""
+    if body.stream_options is not None and not body.stream:
+        raise HttpError(400, "stream_options needs stream to be true", "stream_options", "invalid_value")
+    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
+        raise HttpError(400, "continuous_usage_stats is not supported", "stream_options", "unsupported_parameter")
+    if body.seed is not None and not -(2**63) <= body.seed < 2**64:
+        raise HttpError(400, "seed must be from -2^63 to 2^64 - 1", "seed", "invalid_value")
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    if max_tokens is not None and (body.min_tokens or 0) > max_tokens:
+        raise HttpError(
+            400,
+            f"min_tokens ({body.min_tokens}) must not be above max_tokens ({max_tokens})",
+            "min_tokens",
+            "invalid_value",
+        )
+    return SamplingParams(
+        max_tokens=MAX_TOKENS if max_tokens is None else max_tokens,
+        min_tokens=body.min_tokens or 0,
+        temperature=_given(body.temperature, 1.0),
+        top_k=max(0, body.top_k or 0),
+        top_p=_given(body.top_p, 1.0),
+        min_p=body.min_p or 0.0,
+        repetition_penalty=_given(body.repetition_penalty, 1.0),
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        logit_bias=_bias(body.logit_bias or {}),
+        seed=body.seed,
+        stop=stop,
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        logprobs=logprobs,
+        n=body.n or 1,
+    )
+
+
+def _given(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def _bias(entries: dict[str, float]) -> dict[int, float]:
+    for key in entries:
+        if not re.fullmatch(r"-?[0-9]{1,10}", key):
+            raise HttpError(400, f"logit_bias: {printable(key, 40)!r} is not a token id", "logit_bias", "invalid_value")
+    return {int(key): value for key, value in entries.items()}
+
+
+# --- what every body must satisfy
+
+_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
+_STEPS = bytes(1 if byte in b"[{" else 255 for byte in range(256))
+_NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
+
+
+def depth(body: bytes) -> int:
+    """How deep lists and objects are nested, found without recursion."""
+    steps = _STRING.sub(b"", body).translate(_STEPS, _NOT_BRACKETS)
+    return int(np.cumsum(np.frombuffer(steps, np.int8), dtype=np.int32).max(initial=0))
+
+
+def _check_form(body: bytes) -> None:
+    """Refuses what is not UTF-8, nests too deep, or carries a field that would be ignored silently."""
+    try:
+        body.decode()
+    except UnicodeDecodeError as error:
+        raise HttpError(400, f"the body is not UTF-8 (byte {error.start})", code="invalid_encoding") from None
+    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and depth(body) > MAX_DEPTH:
+        raise HttpError(400, f"the body is nested deeper than {MAX_DEPTH} levels", code="too_deep")
+    fields = _decode(_fields, body)
+    for name in fields.keys() & REFUSED.keys():
+        value = msgspec.json.decode(fields[name])
+        if value is not None and not any(value == neutral for neutral in REFUSED[name]):
+            raise HttpError(400, f"{name} is not supported: leave it out", name, "unsupported_parameter")
+
+
+def _decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise _malformed(body, error) from None
+
+
+def _invalid(message: str) -> HttpError:
+    """From msgspec's "Expected `int`, got `str` - at `$.n`" to a message that begins with the field."""
+    what, _, path = message.partition(" - at `$")
+    path = path.rstrip("`").lstrip(".")
+    missing = re.search(r"missing required field `(\w+)`", what)
+    param = missing[1] if missing else re.split(r"[.\[]", path, maxsplit=1)[0] or None
+    text = f"{path}: {what[0].lower()}{what[1:]}" if path else f"the body: {what[0].lower()}{what[1:]}"
+    return HttpError(400, printable(text), param, "invalid_type" if "got" in what else "invalid_value")
+
+
+def _malformed(body: bytes, error: Exception) -> HttpError:
+    """Names the field that holds NaN, Infinity or a lone surrogate, which strict JSON does not know but other writers
+    produce.
+    """
+    try:
+        fields = json.loads(body)
+        for name, value in fields.items():
+            if _not_json(value):
+                return HttpError(400, f"{printable(name, 40)}: NaN, Infinity and lone surrogates are not JSON", name)
+    except (ValueError, RecursionError, AttributeError):
+        pass
+    return HttpError(400, f"the body is not valid JSON: {error}", code="invalid_json")
+
+
+def _not_json(value: Any) -> bool:
+    if isinstance(value, float):
+        return not math.isfinite(value)
+    if isinstance(value, str):
+        return any("\ud800" <= letter <= "\udfff" for letter in value)
+    if isinstance(value, dict):
+        return any(map(_not_json, (*value.keys(), *value.values())))
+    return isinstance(value, list) and any(map(_not_json, value))
