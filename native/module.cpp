@@ -104,7 +104,7 @@ Op make_op(const nb::dict& d, const Tensors& tensors) {
     op.in = nb::cast<int>(d["in"]);
     op.out = get(d, "out", op.in);
     if (d.contains("segments"))
-        for (nb::handle h : nb::cast<nb::list>(d["segments"])) {
+        for (nb::handle h : nb::object(d["segments"])) {
             const auto segment = nb::cast<nb::dict>(h);
             op.segments.push_back({tensors.matrix(nb::cast<std::string>(segment["weight"])), get(segment, "column", 0)});
         }
@@ -131,7 +131,7 @@ Plan make_plan(const nb::dict& d, const Tensors& tensors) {
     plan.embedding_scale = nb::cast<float>(d["embedding_scale"]);
     plan.residual = nb::cast<int>(d["residual"]);
     plan.logits = nb::cast<int>(d["logits"]);
-    for (nb::handle h : nb::cast<nb::list>(d["buffers"])) {
+    for (nb::handle h : nb::object(d["buffers"])) {
         const auto b = nb::cast<nb::dict>(h);
         const auto kind = nb::cast<std::string>(b["kind"]);
         Buffer buffer{};
@@ -142,8 +142,8 @@ Plan make_plan(const nb::dict& d, const Tensors& tensors) {
         buffer.slot = nb::cast<int>(b["slot"]);
         plan.buffers.push_back(buffer);
     }
-    for (nb::handle h : nb::cast<nb::list>(d["ops"])) plan.ops.push_back(make_op(nb::cast<nb::dict>(h), tensors));
-    for (nb::handle h : nb::cast<nb::list>(d["ropes"])) {
+    for (nb::handle h : nb::object(d["ops"])) plan.ops.push_back(make_op(nb::cast<nb::dict>(h), tensors));
+    for (nb::handle h : nb::object(d["ropes"])) {
         const auto r = nb::cast<nb::dict>(h);
         plan.ropes.push_back({nb::cast<std::vector<float>>(r["inv_freq"]), nb::cast<float>(r["factor"])});
     }

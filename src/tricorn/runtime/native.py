@@ -1,0 +1,92 @@
+"""The native executor: a compiled plan on the CPU's own kernels."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tricorn import _native
+from tricorn.request import TricornError
+from tricorn.runtime.step import PAGE, Step, StepResult
+
+if TYPE_CHECKING:
+    from tricorn.compiler.engine_file import EngineFile
+
+KV_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+
+
+def page_bytes(engine: EngineFile, kv_type: str = "f16") -> int:
+    """Bytes of one page of the KV cache, all layers together."""
+    plan = engine.plan
+    return plan.layers * 2 * plan.kv_heads * plan.head_dim * KV_BYTES[kv_type] * PAGE
+
+
+class NativeHandle:
+    """A step under way in the native threads."""
+
+    def __init__(self, native: _native.Executor, ticket: int) -> None:
+        self._native, self._ticket = native, ticket
+        self.seconds = 0.0
+        """How long the step took, once `result` has returned."""
+
+    def result(self) -> StepResult:
+        ids, logprob, rank, top_ids, top_logprobs, self.seconds = self._native.wait(self._ticket)
+        return StepResult(ids, logprob, rank, top_ids, top_logprobs)
+
+
+class NativeExecutor:
+    """Runs the plan of an engine file with `threads` threads over a pool of `pages` pages of type `kv_type` (f16, bf16, f32).
+
+    A step may hold up to `max_tokens` token rows and `max_rows` sampled rows. Raises TricornError when the file was compiled for an
+    instruction set that this processor lacks, or memory is short.
+    """
+
+    def __init__(
+        self,
+        engine: EngineFile,
+        *,
+        threads: int,
+        pages: int,
+        kv_type: str = "f16",
+        max_tokens: int = 512,
+        max_rows: int = 64,
+    ) -> None:
+        header = engine.header
+        available = _native.instruction_sets()
+        if header.isa not in available:
+            raise TricornError(f"{engine.path}: compiled for {header.isa}, this processor runs {', '.join(available)}; build it again")
+        _require_memory(page_bytes(engine, kv_type) * pages)
+        try:
+            self._native = _native.Executor(
+                engine.body,
+                [msgspec.to_builtins(entry) for entry in header.tensors],
+                msgspec.to_builtins(header.plan),
+                isa=header.isa,
+                threads=threads,
+                pages=pages,
+                max_tokens=max_tokens,
+                max_rows=max_rows,
+                cache=kv_type,
+            )
+        except (ValueError, MemoryError) as error:
+            raise TricornError(f"{engine.path}: {error or 'not enough memory for the KV pool and the buffers'}") from None
+        self.pages, self.vocab = pages, engine.plan.vocab
+        self.max_tokens, self.max_rows = max_tokens, max_rows
+
+    def submit(self, step: Step) -> NativeHandle:
+        try:
+            return NativeHandle(self._native, self._native.submit(step))
+        except ValueError as error:
+            raise TricornError(str(error)) from None
+
+    def close(self) -> None:
+        """Waits for the step under way and frees the pool."""
+        del self._native
+
+
+def _require_memory(pool: int) -> None:
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if pool > free:
+        raise TricornError(f"a KV pool of {pool >> 20} MiB does not fit this machine's {free >> 20} MiB; ask for less with --kv-bytes")
