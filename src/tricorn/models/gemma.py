@@ -46,8 +46,8 @@ def gemma3(config: Config) -> Graph:
     sliding = sliding_layers(config, shape.layers, [(layer + 1) % pattern != 0 for layer in range(shape.layers)])
     whole = make_rope(config, shape.head_dim, rope_entries(config, FULL, 1e6))
     local_theta = number(config, "rope_local_base_freq", 1e4)
-    newer = {"rope_parameters": config.get("rope_parameters") or {SLIDING: {}}, "rope_theta": local_theta}
-    local = make_rope(config, shape.head_dim, rope_entries(newer, SLIDING))
+    local_entries = (config.get("rope_parameters") or {}).get(SLIDING)
+    local = make_rope(config, shape.head_dim, rope_entries({"rope_parameters": local_entries}, theta=local_theta))
     write = Writer(shape, whole, local)
     x = _layers(config, write, sliding, head_norms=True)
     return write.finish(x, softcap=softcap(config, "final_logit_softcapping"))

@@ -54,6 +54,7 @@ class ReferenceExecutor:
         try:
             return Finished(self._run(step))
         except TricornError as error:
+            self.sampled = np.zeros(0, np.int32)
             return Finished(error)
 
     def close(self) -> None:
