@@ -46,7 +46,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read(folder: Path, config: dict[str, Any]) -> tuple[list[Path], Mapping[str, Tensor]]:
-    """The files and their tensors, named as in a text-only model; Gemma's norm weights as float32 multipliers, w + 1."""
+    """The files and their tensors, named as in a text-only model; norm weights of Gemma as multipliers, w + 1."""
     expected = _files(folder)
     found: dict[str, Tensor] = {}
     for path, names in expected.items():

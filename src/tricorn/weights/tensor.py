@@ -139,7 +139,7 @@ def _q4_k(b: U8) -> F32:
 
 def _q5_k(b: U8) -> F32:
     shifts = np.arange(8, dtype=np.uint8)[:, None]  # bit j of each of the 32 bytes belongs to sub-block j
-    fifth: U8 = (b[:, None, 16:48] >> shifts & 1) * np.uint8(16)
+    fifth = ((b[:, None, 16:48] >> shifts & 1) << 4).astype(np.uint8)
     return _k_quant(b, _nibbles(b[:, 48:], 32) | fifth.reshape(-1, 256))
 
 

@@ -223,7 +223,7 @@ GEMMA_TEMPLATE = """\
 {%- set first = namespace(text='') -%}
 {%- set turns = messages -%}
 {%- if messages and messages[0].role in ('system', 'developer') -%}
-  {%- set first.text = messages[0].content | trim + '\\n\\n' -%}
+  {%- set first.text = messages[0].content + '\\n\\n' -%}
   {%- set turns = messages[1:] -%}
 {%- endif -%}
 {%- for message in turns -%}
