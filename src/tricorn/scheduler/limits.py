@@ -8,6 +8,8 @@ import msgspec
 
 from tricorn.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, Request, SamplingParams, TricornError
 
+MAX_SALT = 256
+
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """`context` bounds prompt and output of a sequence together, in tokens; the page pool can hold as many."""
@@ -38,6 +40,8 @@ def check_request(request: Request, limits: Limits) -> None:
             f"the prompt has {len(prompt)} tokens, but prompt and output together are limited to {limits.context};"
             " shorten the prompt"
         )
+    if len(request.salt) > MAX_SALT or not request.salt.isprintable():
+        raise TricornError(f"the cache salt must be at most {MAX_SALT} printable characters")
     _check_ids("the prompt", prompt, limits.vocab)
     _check_ids("stop_token_ids", params.stop_token_ids, limits.vocab)
     _check_ids("logit_bias", list(params.logit_bias), limits.vocab)
@@ -49,6 +53,8 @@ def check_request(request: Request, limits: Limits) -> None:
 
 
 def _check_ids(name: str, ids: list[int] | tuple[int, ...], vocab: int) -> None:
+    if set(map(type, ids)) - {int}:
+        raise TricornError(f"{name} has a token id that is not an integer")
     for token in (min(ids), max(ids)) if ids else ():
         if not 0 <= token < vocab:
             raise TricornError(f"{name} has token id {token}; the ids of this model are 0 to {vocab - 1}")
@@ -68,10 +74,14 @@ _RANGES: dict[str, tuple[float, float]] = {
     "prompt_logprobs": (0, MAX_LOGPROBS),
 }
 
+_INTEGERS = {"max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs"}
+
 
 def _check_numbers(params: SamplingParams) -> None:
     for name, (low, high) in _RANGES.items():
         value = getattr(params, name)
+        if name in _INTEGERS and value is not None and type(value) is not int:
+            raise TricornError(f"{name} is {value!r}; it must be an integer")
         if value is not None and not (low <= value <= high and math.isfinite(value)):
             raise TricornError(f"{name} is {value}; it must be a finite number from {low} to {high}")
     if params.repetition_penalty == 0:

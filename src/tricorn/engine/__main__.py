@@ -1,0 +1,78 @@
+"""The engine process: `python -m tricorn.engine FOLDER OPTIONS`, started by client.ProcessClient.
+
+FOLDER holds the client's sockets, OPTIONS is an EngineOptions in JSON. Says an EngineInfo when it is ready, or Failed.
+When standard input ends, the client is gone and so is the engine.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from tricorn.engine.client import endpoint
+from tricorn.engine.engine import Engine
+from tricorn.engine.factory import open_executor
+from tricorn.engine.loop import run
+from tricorn.engine.messages import Failed, FromEngine, ToEngine
+from tricorn.engine.options import EngineOptions
+from tricorn.request import TricornError
+
+
+class SocketMailbox:
+    """See loop.Mailbox."""
+
+    def __init__(self, folder: Path) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._inbox, self._outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+        for socket, name in ((self._inbox, "requests"), (self._outbox, "outputs")):
+            socket.set_hwm(0)
+            socket.connect(endpoint(folder, name))
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+
+    def receive(self, wait: bool) -> list[ToEngine]:
+        messages: list[ToEngine] = []
+        while self._inbox.poll(None if wait and not messages else 0):
+            messages.append(self._decoder.decode(self._inbox.recv()))
+        return messages
+
+    def send(self, message: FromEngine) -> None:
+        self._outbox.send(self._encoder.encode(message))
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the client decides
+    threading.Thread(target=_follow_client, name="tricorn-follow-client", daemon=True).start()
+    mailbox = SocketMailbox(Path(sys.argv[1]))
+    try:
+        options = msgspec.json.decode(sys.argv[2], type=EngineOptions)
+        executor, info = open_executor(options)
+        engine = Engine(executor, info.limits, debug=options.debug_checks)
+    except (TricornError, MemoryError, OSError) as error:
+        mailbox.send(Failed(str(error) or type(error).__name__))
+        return 1
+    mailbox.send(info)
+    try:
+        run(engine, mailbox)
+    except Exception as error:
+        mailbox.send(Failed(f"the engine failed: {type(error).__name__}: {error}"))
+        raise
+    executor.close()
+    return 0
+
+
+def _follow_client() -> None:
+    """Ends this process with its client, even in the middle of a step."""
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

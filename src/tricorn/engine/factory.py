@@ -1,0 +1,80 @@
+"""From options to an executor that is ready to run, and what there is to know of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tricorn.engine.messages import EngineInfo
+from tricorn.engine.options import EngineOptions, Sizes, derive
+from tricorn.models.graph import Graph
+from tricorn.runtime.step import PAGE, Executor
+from tricorn.scheduler.limits import Limits
+
+
+def open_executor(options: EngineOptions) -> tuple[Executor, EngineInfo]:
+    """Opens the model and makes its executor. Raises TricornError when it cannot be opened, or the options cannot
+    work."""
+    if options.executor == "reference":
+        return _reference(options)
+    return _native(options)
+
+
+def _native(options: EngineOptions) -> tuple[Executor, EngineInfo]:
+    from tricorn.compiler.engine_file import EngineFile
+    from tricorn.runtime.native import NativeExecutor
+
+    file = EngineFile.open(Path(options.path))
+    size = page_bytes(file.graph, 4 if options.kv_type == "f32" else 2)
+    sizes = derive(options, size, file.graph.context)
+    executor = NativeExecutor(
+        file,
+        threads=sizes.threads,
+        pages=sizes.pages,
+        kv_type=options.kv_type,
+        max_tokens=sizes.max_tokens,
+        max_rows=sizes.max_rows,
+    )
+    return executor, _info(options, sizes, file.graph, file.name, file.eos_ids, size)
+
+
+def _reference(options: EngineOptions) -> tuple[Executor, EngineInfo]:
+    from tricorn.models import build_graph
+    from tricorn.runtime.reference import ReferenceExecutor
+    from tricorn.weights.checkpoint import load
+
+    checkpoint = load(Path(options.path))
+    graph = build_graph(checkpoint.config)
+    size = page_bytes(graph, 4)
+    sizes = derive(options, size, graph.context)
+    weights = {name: tensor.dequantize() for name, tensor in checkpoint.tensors.items()}
+    executor = ReferenceExecutor(
+        graph, weights, pages=sizes.pages, max_tokens=sizes.max_tokens, max_rows=sizes.max_rows
+    )
+    return executor, _info(options, sizes, graph, checkpoint.name, checkpoint.eos_ids, size)
+
+
+def page_bytes(graph: Graph, value_bytes: int) -> int:
+    """What a page takes: keys and values of all layers for PAGE tokens."""
+    return graph.layers * 2 * graph.kv_heads * graph.head_dim * value_bytes * PAGE
+
+
+def _info(
+    options: EngineOptions, sizes: Sizes, graph: Graph, name: str, eos_ids: tuple[int, ...], page_bytes: int
+) -> EngineInfo:
+    limits = Limits(
+        context=sizes.context,
+        vocab=graph.vocab,
+        max_sequences=sizes.max_sequences,
+        max_tokens=sizes.max_tokens,
+        max_rows=sizes.max_rows,
+        eos_ids=eos_ids,
+    )
+    return EngineInfo(
+        model=name,
+        limits=limits,
+        pages=sizes.pages,
+        page_size=PAGE,
+        page_bytes=page_bytes,
+        executor=options.executor,
+        threads=sizes.threads,
+    )
