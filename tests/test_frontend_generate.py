@@ -27,7 +27,7 @@ class Info:
 
 @dataclass
 class ScriptedClient:
-    """Answers every request with the same ids, one per output."""
+    """Answers every request with the same ids, one per output; notes those that are closed before their end."""
 
     script: list[int]
     info: Info = field(default_factory=Info)
@@ -35,20 +35,26 @@ class ScriptedClient:
     aborted: list[str] = field(default_factory=list)
     error: str | None = None
 
-    async def submit(self, request: Request) -> AsyncGenerator[Output, None]:
+    def submit(self, request: Request) -> AsyncGenerator[Output, None]:
         self.requests.append(request)
-        ids = self.script[: request.params.max_tokens]
-        for place, id in enumerate(ids):
-            await asyncio.sleep(0)
-            ended = id == EOS
-            last = ended or place == len(ids) - 1
-            reason = ("stop" if ended else "length") if last else None
-            yield Output(id=request.id, token_ids=[id], finish_reason=reason, stop_token=EOS if ended else None)
-        if self.error:
-            yield Output(id=request.id, token_ids=[], finish_reason="error", error=self.error)
+        return self.answer(request)
 
-    def abort(self, id: str) -> None:
-        self.aborted.append(id)
+    async def answer(self, request: Request) -> AsyncGenerator[Output, None]:
+        ended = False
+        try:
+            ids = self.script[: request.params.max_tokens]
+            for place, id in enumerate(ids):
+                await asyncio.sleep(0)
+                ended = id == EOS or place == len(ids) - 1
+                reason = ("stop" if id == EOS else "length") if ended else None
+                stop = EOS if id == EOS else None
+                yield Output(id=request.id, token_ids=[id], finish_reason=reason, stop_token=stop)
+            if self.error:
+                ended = True
+                yield Output(id=request.id, token_ids=[], finish_reason="error", error=self.error)
+        finally:
+            if not ended:
+                self.aborted.append(request.id)
 
 
 def logprob(value: float) -> TokenLogprobs:

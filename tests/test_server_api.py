@@ -48,6 +48,16 @@ class ScriptedEngine:
 
     async def submit(self, request: Request) -> AsyncGenerator[Output, None]:
         self.requests.append(request)
+        ended = False
+        try:
+            async for output in self.answer(request):
+                ended = output.finish_reason is not None
+                yield output
+        finally:
+            if not ended:
+                self.aborted.append(request.id)
+
+    async def answer(self, request: Request) -> AsyncGenerator[Output, None]:
         params = request.params
         scored: list[TokenLogprobs | None] | None = None
         if params.prompt_logprobs is not None:
@@ -74,9 +84,6 @@ class ScriptedEngine:
     def entry(self, id: int, count: int) -> TokenLogprobs:
         values = [self.logprob, float("-inf"), float("-inf")][:count]
         return TokenLogprobs(self.logprob, 1, [id, 5, 6][: len(values)], values)
-
-    def abort(self, id: str) -> None:
-        self.aborted.append(id)
 
     async def stats(self) -> EngineStats:
         return EngineStats(running=2, pages_total=10, pages_held=5, prefix_queried_tokens=40, prefix_hit_tokens=10)

@@ -17,7 +17,7 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
@@ -26,7 +26,10 @@ from tricorn.frontend.errors import BadRequest, EngineFailure
 from tricorn.frontend.stop import StopMatcher
 from tricorn.frontend.template import ChatTemplate, Message, check_text, normalize
 from tricorn.frontend.tokenizer import Detokenizer, Tokenizer
-from tricorn.request import FinishReason, Output, Request, SamplingParams, TokenLogprobs
+from tricorn.request import FinishReason, Output, Request, SamplingParams, TokenLogprobs, TricornError
+
+if TYPE_CHECKING:
+    from tricorn.compiler.engine_file import EngineFile
 
 T = TypeVar("T")
 
@@ -59,6 +62,23 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     prompt_logprobs: list[TokenLogprobs | None] | None
 
 
+def join(deltas: list[Delta]) -> Delta:
+    """All deltas of one choice as a single one."""
+    last = deltas[-1]
+    return Delta(
+        index=last.index,
+        text="".join(delta.text for delta in deltas),
+        token_ids=[id for delta in deltas for id in delta.token_ids],
+        offsets=[offset for delta in deltas for offset in delta.offsets],
+        logprobs=None if last.logprobs is None else [entry for delta in deltas for entry in delta.logprobs or ()],
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        completion_tokens=last.completion_tokens,
+        cached_tokens=max(delta.cached_tokens for delta in deltas),
+        prompt_logprobs=next((d.prompt_logprobs for d in deltas if d.prompt_logprobs is not None), None),
+    )
+
+
 class EngineClient(Protocol):
     """The way to an engine, in this process or another."""
 
@@ -69,12 +89,19 @@ class EngineClient(Protocol):
     def alive(self) -> bool: ...
 
     def submit(self, request: Request) -> AsyncGenerator[Output, None]:
-        """Runs the request; the last output has a finish_reason."""
+        """Runs the request; the last output has a finish_reason. Closing the generator before it aborts the request.
+        Raises TricornError."""
         ...
 
-    def abort(self, id: str) -> None: ...
-
     async def stats(self) -> EngineStats: ...
+
+
+def load_text(file: EngineFile) -> tuple[Tokenizer, ChatTemplate | None]:
+    """The tokenizer and the chat template of an engine file."""
+    tokenizer = Tokenizer(file.tokenizer, bos_id=file.bos_id, add_bos=file.add_bos)
+    if file.chat_template is None:
+        return tokenizer, None
+    return tokenizer, ChatTemplate(file.chat_template, tokenizer, eos_id=file.eos_ids[0] if file.eos_ids else None)
 
 
 class Assembler:
@@ -217,6 +244,8 @@ class Frontend:
         self._check_ids(prompt, "prompt")
         self._check_ids(params.stop_token_ids, "stop_token_ids")
         self._check_ids(params.logit_bias, "logit_bias")
+        if isinstance(params.stop, str) or not all(params.stop):
+            raise BadRequest("stop must be a tuple of strings, none of them empty", "stop")
         if params.min_tokens > params.max_tokens:
             raise BadRequest(
                 f"min_tokens ({params.min_tokens}) must not be above max_tokens ({params.max_tokens})", "min_tokens"
@@ -263,19 +292,19 @@ class Frontend:
             yield assembler.push(Output(id="", token_ids=[], finish_reason="length"))  # type: ignore[misc]
             return
         request = Request(id=secrets.token_hex(12), prompt=prompt, params=params, seed=seed, salt=salt)
-        finished = False
+        async with aclosing(self._submit(request)) as outputs:  # leaving before the last output aborts the request
+            async for output in outputs:
+                delta = assembler.push(output)
+                if delta is not None:
+                    yield delta
+                    if delta.finish_reason is not None:
+                        return
+
+    def _submit(self, request: Request) -> AsyncGenerator[Output, None]:
         try:
-            async with aclosing(self.client.submit(request)) as outputs:
-                async for output in outputs:
-                    finished = output.finish_reason is not None
-                    delta = assembler.push(output)
-                    if delta is not None:
-                        yield delta
-                        if delta.finish_reason is not None:
-                            return
-        finally:
-            if not finished:
-                self.client.abort(request.id)
+            return self.client.submit(request)
+        except TricornError as error:
+            raise BadRequest(str(error)) if self.client.alive else EngineFailure(str(error)) from error
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

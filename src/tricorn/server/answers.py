@@ -116,20 +116,3 @@ def _top(tokenizer: Tokenizer, id: int, entry: TokenLogprobs | None) -> dict[str
     for top, value in zip(entry.top_ids, entry.top_logprobs, strict=True):
         pairs.setdefault(tokenizer.token_text(top), _finite(value))
     return pairs
-
-
-def join(deltas: list[Delta]) -> Delta:
-    """All deltas of one choice as a single one."""
-    last = deltas[-1]
-    return Delta(
-        index=last.index,
-        text="".join(delta.text for delta in deltas),
-        token_ids=[id for delta in deltas for id in delta.token_ids],
-        offsets=[offset for delta in deltas for offset in delta.offsets],
-        logprobs=None if last.logprobs is None else [entry for delta in deltas for entry in delta.logprobs or ()],
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        completion_tokens=last.completion_tokens,
-        cached_tokens=max(delta.cached_tokens for delta in deltas),
-        prompt_logprobs=next((d.prompt_logprobs for d in deltas if d.prompt_logprobs is not None), None),
-    )

@@ -20,7 +20,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from tricorn.frontend.generate import Delta, Frontend
+from tricorn.frontend.generate import Delta, Frontend, join
 from tricorn.request import SamplingParams
 from tricorn.server import answers, schema
 from tricorn.server.answers import Fields, Prompt
@@ -191,7 +191,7 @@ class Api:
         async for delta in job.deltas:
             job.watch.delta(delta)
             collected[delta.index].append(delta)
-        deltas = [answers.join(group) for group in collected]
+        deltas = [join(group) for group in collected]
         choices = [self._choice(job, delta, streamed=False, first=True) for delta in deltas]
         await exchange.answer_json({**job.head, "choices": choices, "usage": self._usage(job, deltas)})
 

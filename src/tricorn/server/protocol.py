@@ -1,0 +1,42 @@
+"""HTTP/1.1 for uvicorn, with the head of a request bounded while it arrives and with errors as JSON."""
+
+from __future__ import annotations
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from tricorn.server.errors import HttpError
+from tricorn.server.exchange import MAX_HEADERS
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """uvicorn's protocol keeps a header of any length in memory until it ends; this one gives up with 431."""
+
+    _head = 0
+    """Bytes received since the last head was complete."""
+
+    def data_received(self, data: bytes) -> None:
+        self._head += len(data)
+        super().data_received(data)
+        if self._head > 2 * MAX_HEADERS and not self.transport.is_closing():
+            self._refuse(HttpError(431, f"the headers hold more than {MAX_HEADERS} bytes", code="headers_too_large"))
+
+    def on_headers_complete(self) -> None:
+        self._head = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._head = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._head = 0
+        super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(HttpError(400, "this is not valid HTTP/1.1", code="invalid_http"))
+
+    def _refuse(self, error: HttpError) -> None:
+        body = error.body()
+        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        self.transport.write(STATUS_LINE[error.status] + head + body)
+        self.transport.close()

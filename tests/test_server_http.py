@@ -1,0 +1,265 @@
+"""The server as a process of its own, over real sockets, with a scripted engine inside."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from test_frontend_text import CHATML
+from test_server_api import BPE, ScriptedEngine
+from tricorn.frontend.generate import Frontend
+from tricorn.frontend.template import ChatTemplate
+from tricorn.request import Request, TricornError
+from tricorn.server.app import ServerOptions
+from tricorn.server.serve import listen, run
+
+DEATH = "die"
+
+
+def main() -> None:
+    """The server process: 20 ms for a token; the prompt "die" kills the engine in its stream."""
+    engine = ScriptedEngine(delay=0.02)
+
+    def say(request: Request) -> list[int]:
+        if request.prompt == BPE.encode(DEATH):
+            engine.alive, engine.fail_after = False, 3
+        return [BPE.encode("a")[0]] * 1000
+
+    engine.say = say
+    frontend = Frontend(BPE, ChatTemplate(CHATML, BPE), engine)
+    options = ServerOptions(name="m", port=0, drain_seconds=3)
+    try:
+        listener = listen("127.0.0.1", int(sys.argv[1]))
+    except TricornError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(1) from None
+    raise SystemExit(asyncio.run(run(frontend, options, listener)))
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[str]
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def memory(self) -> int:
+        """Resident bytes."""
+        pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def start(port: int = 0) -> Server:
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here), str(here.parent / "src"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", "import test_server_http; test_server_http.main()", str(port)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
+    )
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if "http://" not in line:
+        return Server(process, 0)
+    return Server(process, int(line.split(":")[-1].split("/")[0]))
+
+
+def stop(server: Server) -> None:
+    server.process.kill()
+    server.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Server]:
+    server = start()
+    yield server
+    stop(server)
+
+
+@pytest.fixture
+def own() -> Iterator[Server]:
+    server = start()
+    yield server
+    stop(server)
+
+
+def talk(server: Server, *parts: bytes, pause: float = 0.0, close_writing: bool = False) -> bytes:
+    """Sends bytes as they are and reads until the server closes, or falls silent for a second."""
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        connection.settimeout(1.0)
+        try:
+            for part in parts:
+                connection.sendall(part)
+                time.sleep(pause)
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+        if close_writing:
+            connection.shutdown(socket.SHUT_WR)
+        received = b""
+        try:
+            while data := connection.recv(65536):
+                received += data
+        except (TimeoutError, ConnectionResetError):
+            pass
+        return received
+
+
+def status(answer: bytes) -> int:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"application/json" in head, answer[:300]
+    assert json.loads(body)["error"]["message"]
+    return int(head.split()[1])
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+
+
+def alive(server: Server) -> None:
+    assert httpx.get(server.url + "/health", timeout=2).status_code == 200
+    answer = httpx.post(server.url + "/v1/completions", json={"prompt": "2+2=", "max_tokens": 1}, timeout=2)
+    assert answer.status_code == 200
+
+
+def test_broken_requests_get_an_answer(shared: Server) -> None:  # A-027, A-029
+    cases = [
+        ([b"\x00\xff nonsense\r\n\r\n"], 400),
+        ([b"GET / HTTP/9.9\r\n\r\n"], 400),
+        ([HEAD + b"content-length: 3\r\ncontent-length: 4\r\n\r\nabcd"], 400),
+        ([HEAD + b"content-length: 5000000000\r\n\r\n" + b"x" * 1024], 413),
+        ([HEAD + b'content-length: 5\r\n\r\n{"prompt": "x"}'], 400),
+        ([HEAD + b"content-length: -5\r\n\r\n"], 400),
+        ([HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n"], 400),
+        ([HEAD + b"x: " + b"y" * 40_000 + b"\r\ncontent-length: 2\r\n\r\n{}"], 431),
+        ([HEAD + b"x: ", *[b"y" * 30_000] * 10], 431),
+        ([HEAD, *[b"x%d: " % index + b"y" * 1000 + b"\r\n" for index in range(100)]], 431),
+        ([b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\n\r\n"], 431),
+    ]
+    for parts, expected in cases:
+        answer = talk(shared, *parts, pause=0.001)
+        first = answer[: answer.find(b"HTTP/1.1 ", 1)] if answer.find(b"HTTP/1.1 ", 1) > 0 else answer
+        assert status(first) == expected, (parts[0][:80], answer[:200])
+    alive(shared)
+
+
+def test_endless_bodies_cost_no_memory(shared: Server) -> None:  # A-029
+    alive(shared)
+    before = shared.memory()
+    chunk = b"100000\r\n" + b"x" * 2**20 + b"\r\n"
+    answer = talk(shared, HEAD + b"transfer-encoding: chunked\r\n\r\n", *[chunk] * 100)
+    assert status(answer) == 413
+    text = b'{"prompt": "' + b"x" * (64 * 2**20) + b'"}'
+    answer = talk(shared, HEAD + b"content-length: %d\r\n\r\n" % len(text), text)
+    assert status(answer) == 413
+    assert shared.memory() - before < 2 * 8 * 2**20 + 2**22
+    alive(shared)
+
+
+def test_others_are_served_while_a_long_prompt_is_read(shared: Server) -> None:  # A-030
+    def send() -> None:
+        httpx.post(shared.url + "/v1/completions", json={"prompt": "ab" * 300_000}, timeout=10)
+
+    threads = [threading.Thread(target=send) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    slowest = 0.0
+    with httpx.Client(base_url=shared.url) as http:
+        for _ in range(10):
+            started = time.perf_counter()
+            assert http.get("/health").status_code == 200
+            slowest = max(slowest, time.perf_counter() - started)
+    for thread in threads:
+        thread.join()
+    assert slowest < 0.2
+
+
+def test_connections_are_reused_after_errors_and_streams(shared: Server) -> None:  # A-010
+    with httpx.Client(base_url=shared.url) as http:
+        for body, expected in (
+            ({"prompt": "x", "n": 0}, 400),
+            ({"prompt": "x", "max_tokens": 3, "stream": True}, 200),
+            ({"prompt": "x", "max_tokens": 3}, 200),
+        ):
+            answer = http.post("/v1/completions", json=body)
+            assert answer.status_code == expected
+            assert "close" not in answer.headers.get("connection", "")
+
+
+def metric(server: Server, series: str) -> float:
+    lines = httpx.get(server.url + "/metrics").text.splitlines()
+    return next(float(line.split()[-1]) for line in lines if line.startswith(series))
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+@pytest.mark.parametrize("half", [True, False])
+def test_closed_connections_abort(shared: Server, streamed: bool, half: bool) -> None:  # A-092
+    series = 'vllm:request_success_total{finished_reason="abort",model_name="m"}'
+    before = metric(shared, series)
+    body = json.dumps({"prompt": "x", "max_tokens": 200, "n": 2, "stream": streamed}).encode()
+    connection = socket.create_connection(("127.0.0.1", shared.port))
+    connection.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
+    time.sleep(0.2)
+    connection.shutdown(socket.SHUT_WR) if half else connection.close()
+    time.sleep(0.3)
+    assert metric(shared, series) == before + 2
+    connection.close()
+
+
+def test_a_busy_port_is_one_clear_line(shared: Server) -> None:
+    second = start(shared.port)
+    _, errors = second.process.communicate(timeout=20)
+    assert second.process.returncode == 1
+    assert errors.count("\n") == 1
+    assert f"port {shared.port}" in errors
+    assert "in use" in errors
+
+
+def test_a_signal_lets_streams_finish(own: Server) -> None:  # A-094
+    with httpx.stream(
+        "POST", own.url + "/v1/completions", json={"prompt": "x", "max_tokens": 40, "stream": True}
+    ) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        own.process.send_signal(signal.SIGTERM)
+        rest = [line for line in lines if line]
+    assert rest[-1] == "data: [DONE]"
+    assert own.process.wait(5) == 0
+    again = start(own.port)
+    assert again.port == own.port
+    stop(again)
+
+
+def test_a_second_signal_ends_at_once(own: Server) -> None:  # A-094
+    body = {"prompt": "x", "max_tokens": 200, "stream": True}
+    with httpx.stream("POST", own.url + "/v1/completions", json=body) as answer:
+        next(answer.iter_lines())
+        own.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        started = time.perf_counter()
+        own.process.send_signal(signal.SIGTERM)
+        own.process.wait(5)
+        assert time.perf_counter() - started < 2
+
+
+def test_the_engine_s_death_ends_streams_and_the_server(own: Server) -> None:  # A-093
+    body = {"prompt": DEATH, "max_tokens": 50, "stream": True}
+    answer = httpx.post(own.url + "/v1/completions", json=body)
+    lines = [line for line in answer.text.split("\n\n") if line]
+    assert "the engine died" in json.loads(lines[-1][6:])["error"]["message"]
+    assert own.process.wait(5) == 1
+    _, errors = own.process.communicate()
+    assert errors.count("\n") == 1
+    assert "the engine died" in errors
