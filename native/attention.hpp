@@ -44,8 +44,7 @@ struct Lanes<Brain> {
 
 template <class Element>
 TRICORN_INLINE Element* head_in_page(const Pages& pool, int32_t page, int layer, int value, int head) {
-    const size_t elements = (size_t(layer) * 2 + size_t(value)) * size_t(pool.kv_heads) + size_t(head);
-    return reinterpret_cast<Element*>(pool.data + size_t(page) * pool.page_bytes) + elements * size_t(pool.head_dim * page_tokens);
+    return reinterpret_cast<Element*>(pool.at(layer, page)) + (value * pool.kv_heads + head) * pool.head_dim * page_tokens;
 }
 
 // One head of one row: norm (when there is one), then the rotation of its halves. `tail` handles halves that no vector divides.

@@ -44,7 +44,7 @@ Memory::Memory(size_t bytes) : bytes_(std::max<size_t>(bytes, 1)) {
 Memory::~Memory() { munmap(data_, bytes_); }
 
 Executor::Executor(const Kernels& kernels, Plan plan, Limits limits)
-    : kernels_(kernels), plan_(std::move(plan)), limits_(limits), shares_(plan_.ops.size() + 3) {
+    : kernels_(kernels), plan_(std::move(plan)), limits_(limits), shares_(plan_.ops.size() + 3), step_seconds_(plan_.ops.size() + 2), seconds_(plan_.ops.size() + 2) {
     std::vector<size_t> slot_bytes;
     for (const Buffer& b : plan_.buffers) {
         slot_bytes.resize(std::max(slot_bytes.size(), size(b.slot) + 1));
@@ -54,8 +54,8 @@ Executor::Executor(const Kernels& kernels, Plan plan, Limits limits)
     for (size_t bytes : slot_bytes) slots_.push_back(std::make_unique<Memory>(bytes));
 
     const size_t head_bytes = size(plan_.head_dim) * page_tokens * size(element_bytes(limits_.cache));
-    pages_ = {limits_.cache, nullptr, head_bytes * size(plan_.kv_heads) * 2 * size(plan_.layers), plan_.kv_heads, plan_.head_dim};
-    pool_memory_ = std::make_unique<Memory>(pages_.page_bytes * size(limits_.pages));
+    pages_ = {limits_.cache, nullptr, limits_.pages, head_bytes * size(plan_.kv_heads) * 2, plan_.kv_heads, plan_.head_dim};
+    pool_memory_ = std::make_unique<Memory>(pages_.page_bytes * size(limits_.pages) * size(plan_.layers));
     pages_.data = pool_memory_->data();
 
     for (const Rope& rope : plan_.ropes) {
@@ -88,6 +88,11 @@ Result Executor::wait(int64_t ticket) {
     if (ticket < 0 || ticket >= next_ticket_) throw std::invalid_argument("no such step");
     finished_.wait(lock, [&] { return results_.contains(ticket); });
     return std::move(results_.extract(ticket).mapped());
+}
+
+std::vector<double> Executor::seconds() {
+    std::lock_guard lock(mutex_);
+    return seconds_;
 }
 
 // A step comes from our own scheduler; it is checked all the same, since a wrong index here would be a write to foreign memory.
@@ -144,6 +149,7 @@ void Executor::drive() {
         Result result = execute(next.second, pool);
         {
             std::lock_guard lock(mutex_);
+            for (size_t i = 0; i < seconds_.size(); ++i) seconds_[i] += step_seconds_[i];
             results_.emplace(next.first, std::move(result));
         }
         finished_.notify_all();
@@ -196,20 +202,30 @@ Result Executor::execute(Step& step, Pool& pool) {
 
     const int copies = static_cast<int>(step.copies.size() / 2), members = pool.size();
     const size_t ops = plan_.ops.size();
-    pool.run([&](int) {
+    pool.run([&](int member) {
+        auto last = std::chrono::steady_clock::now();
+        auto finish_phase = [&](size_t phase) {
+            pool.barrier().wait();
+            if (member != 0) return;
+            const auto now = std::chrono::steady_clock::now();
+            step_seconds_[phase] = std::chrono::duration<double>(now - last).count();
+            last = now;
+        };
         if (copies > 0) {
-            shares_[ops].each(copies, members, [&](int i) {
-                const uint8_t* from = pages_.data + size(step.copies[size(2 * i)]) * pages_.page_bytes;
-                std::memcpy(pages_.data + size(step.copies[size(2 * i + 1)]) * pages_.page_bytes, from, pages_.page_bytes);
+            shares_[ops].each(copies * plan_.layers, members, [&](int i) {
+                const int layer = i % plan_.layers;
+                const size_t copy = size(i / plan_.layers);
+                std::memcpy(pages_.at(layer, step.copies[2 * copy + 1]), pages_.at(layer, step.copies[2 * copy]), pages_.page_bytes);
             });
         }
         shares_[ops + 1].each(batch_.tokens, members, [&](int row) { begin_row(row); });
-        pool.barrier().wait();
+        finish_phase(0);
         for (size_t i = 0; i < ops; ++i) {
             run(plan_.ops[i], shares_[i], members);
-            pool.barrier().wait();
+            finish_phase(i + 1);
         }
         shares_[ops + 2].each(rows, members, [&](int row) { sample_row(row, columns, result); });
+        finish_phase(ops + 1);
     });
     last_ids_ = result.ids;
     result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();

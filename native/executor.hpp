@@ -113,7 +113,9 @@ class Executor {
 
     const Plan& plan() const { return plan_; }
     const Limits& limits() const { return limits_; }
-    size_t page_bytes() const { return pages_.page_bytes; }
+    size_t page_bytes() const { return pages_.page_bytes * static_cast<size_t>(plan_.layers); }
+    // Seconds spent so far: in the beginning of steps, in each operation of the plan, in sampling.
+    std::vector<double> seconds();
 
   private:
     struct Angles {  // rotary, of the step's rows
@@ -152,11 +154,13 @@ class Executor {
     std::vector<Angles> angles_;
     std::vector<Share> shares_;
     std::vector<int32_t> last_ids_;
+    std::vector<double> step_seconds_;  // per phase, of this step
 
     std::mutex mutex_;
     std::condition_variable arrived_, finished_;
     std::deque<std::pair<int64_t, Step>> queue_;
     std::map<int64_t, Result> results_;
+    std::vector<double> seconds_;
     int64_t next_ticket_ = 0;
     int last_rows_submitted_ = 0;
     bool stopping_ = false;

@@ -70,12 +70,17 @@ struct Norm {  // in / rms(in) * weight, to activations or added to a float row
 
 enum class Cache : int32_t { f32, f16, bf16 };
 
-// The pool: a page holds, for each layer, K then V, for each of those each kv head, K as [head_dim][16 tokens], V as [16 tokens][head_dim].
+// The pool, layer by layer, so that the pages of a layer are neighbours. In a layer a page holds K then V, each of them head by head, K as
+// [head_dim][16 tokens], V as [16 tokens][head_dim].
 struct Pages {
     Cache type;
     uint8_t* data;
-    size_t page_bytes;
+    int count;
+    size_t page_bytes;  // of one layer
     int kv_heads, head_dim;
+    uint8_t* at(int layer, int32_t page) const {
+        return data + (static_cast<size_t>(layer) * static_cast<size_t>(count) + static_cast<size_t>(page)) * page_bytes;
+    }
 };
 
 struct Batch {  // the step, as the kernels see it

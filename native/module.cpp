@@ -235,6 +235,7 @@ class PyExecutor {
     }
 
     size_t page_bytes() const { return executor_.page_bytes(); }
+    std::vector<double> seconds() { return executor_.seconds(); }
 
   private:
     nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> file_;  // keeps the mapping alive
@@ -259,5 +260,6 @@ NB_MODULE(_native, m) {
              nb::arg("max_tokens"), nb::arg("max_rows"), nb::arg("cache"))
         .def("submit", &PyExecutor::submit, nb::arg("step"))
         .def("wait", &PyExecutor::wait, nb::arg("ticket"))
+        .def("seconds", &PyExecutor::seconds)
         .def_prop_ro("page_bytes", &PyExecutor::page_bytes);
 }

@@ -128,6 +128,12 @@ class EngineFile:
                 values[entry.name] = packed.data.reshape(-1).view(np.float32)[: entry.columns]
             else:
                 values[entry.name] = unpack_matrix(packed)
+        for op in self.plan.ops:  # a merged product's bias goes back to its parts
+            for segment in op.segments:
+                if op.bias is not None:
+                    joined = values[op.bias]
+                    own = segment.weight.removesuffix("weight") + "bias"
+                    values[own] = joined[segment.column : segment.column + self.entry(segment.weight).rows]
         return values
 
 

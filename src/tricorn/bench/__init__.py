@@ -1,0 +1,1 @@
+"""The instruments: what the machine can do, and how near the engine comes to it."""
