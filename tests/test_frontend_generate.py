@@ -10,19 +10,20 @@ from dataclasses import dataclass, field
 import pytest
 
 from test_frontend_text import BYTES, LITERAL, PIECES
+from tricorn.engine.messages import EngineInfo
 from tricorn.frontend.errors import BadRequest, EngineFailure
 from tricorn.frontend.generate import Assembler, Delta, Frontend, derive_seed
 from tricorn.frontend.tokenizer import Tokenizer
 from tricorn.request import Output, Request, SamplingParams, TokenLogprobs
+from tricorn.scheduler.limits import Limits
 
 BPE = Tokenizer(BYTES.to_str())
 EOS = 0
 
 
-@dataclass
-class Info:
-    context: int = 256
-    vocab: int = BPE.size
+def info() -> EngineInfo:
+    limits = Limits(context=256, vocab=BPE.size, max_sequences=8, max_tokens=512, max_rows=64)
+    return EngineInfo(model="m", limits=limits, pages=1, page_size=16, page_bytes=1, executor="scripted", threads=1)
 
 
 @dataclass
@@ -30,7 +31,8 @@ class ScriptedClient:
     """Answers every request with the same ids, one per output; notes those that are closed before their end."""
 
     script: list[int]
-    info: Info = field(default_factory=Info)
+    info: EngineInfo = field(default_factory=info)
+    alive: bool = True
     requests: list[Request] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     error: str | None = None
@@ -207,7 +209,7 @@ def test_the_context_bounds_prompts_and_outputs() -> None:  # A-022
 
 
 def test_what_the_engine_must_never_see_is_refused() -> None:  # A-017 to A-020, A-044
-    vocab = Info().vocab
+    vocab = BPE.size
     cases = [
         ([[1, vocab]], SamplingParams(), "prompt"),
         ([[-1]], SamplingParams(), "prompt"),

@@ -384,6 +384,11 @@ def test_unicode_and_special_tokens_of_raw_prompts() -> None:  # A-036
     assert [EOS in request.prompt for request in engine.requests] == [True, False]
 
 
+def test_models_with_a_start_token_take_empty_prompts() -> None:
+    answer = complete(ScriptedEngine([PIECES.token_to_id("b")]), prompt="", options={"tokenizer": SPM})
+    assert answer["usage"]["prompt_tokens"] == 1
+
+
 def test_salts_reach_the_engine() -> None:
     engine = ScriptedEngine([5])
     complete(engine, cache_salt="x")

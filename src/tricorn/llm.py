@@ -174,10 +174,14 @@ class LLM:
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
         with _Bar(len(prompts), progress) as bar:
             tasks = [
-                _collect(text, ids, own.n, stream, bar.token, bar.done)
+                asyncio.create_task(_collect(text, ids, own.n, stream, bar.token, bar.done))
                 for text, ids, own, stream in zip(texts, encoded, params, streams, strict=True)
             ]
-            return list(await asyncio.gather(*tasks))
+            try:
+                return list(await asyncio.gather(*tasks))
+            finally:
+                for task in tasks:  # one failed, or the caller gave up: the others end too
+                    task.cancel()
 
 
 def _several(prompts: Any) -> Sequence[Prompt]:

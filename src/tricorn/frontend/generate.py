@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -27,6 +27,7 @@ from tricorn.frontend.stop import StopMatcher
 from tricorn.frontend.template import ChatTemplate, Message, check_text, normalize
 from tricorn.frontend.tokenizer import Detokenizer, Tokenizer
 from tricorn.request import FinishReason, Output, Request, SamplingParams, TokenLogprobs, TricornError
+from tricorn.scheduler.limits import check_request
 
 if TYPE_CHECKING:
     from tricorn.compiler.engine_file import EngineFile
@@ -233,8 +234,9 @@ class Frontend:
 
     # --- generation
 
-    def check(self, prompt: Sequence[int], params: SamplingParams) -> SamplingParams:
-        """`params` as the engine is to run them for this prompt: `max_tokens` cut to what the context leaves.
+    def check(self, prompt: list[int], params: SamplingParams) -> SamplingParams:
+        """`params` as the engine is to run them for this prompt: `max_tokens` cut to what the context leaves, and no
+        bias for ids beyond the tokenizer's, which pad the logits of some models and stand for nothing.
 
         Raises BadRequest for ids outside the vocabulary, a prompt that leaves no room, and parameters that contradict
         each other.
@@ -257,14 +259,22 @@ class Frontend:
                 "prompt",
                 "context_length_exceeded",
             )
-        return msgspec.structs.replace(
-            params, max_tokens=min(params.max_tokens, room), min_tokens=min(params.min_tokens, room)
+        checked = msgspec.structs.replace(
+            params,
+            max_tokens=min(params.max_tokens, room),
+            min_tokens=min(params.min_tokens, room),
+            logit_bias={id: bias for id, bias in params.logit_bias.items() if id < self.tokenizer.size},
         )
+        try:
+            check_request(Request(id="", prompt=prompt, params=checked, seed=0), self.client.info.limits)
+        except TricornError as error:
+            raise BadRequest(str(error)) from None
+        return checked
 
-    def _check_ids(self, ids: Any, name: str) -> None:
-        for place, id in enumerate(ids):
-            if not 0 <= id < self.vocab:
-                raise BadRequest(f"{name}[{place}] is {id}, outside this model's ids 0 to {self.vocab - 1}", name)
+    def _check_ids(self, ids: Collection[int], name: str) -> None:
+        if ids and not 0 <= min(ids) <= max(ids) < self.vocab:
+            place, id = next((place, id) for place, id in enumerate(ids) if not 0 <= id < self.vocab)
+            raise BadRequest(f"{name}[{place}] is {id}, outside this model's ids 0 to {self.vocab - 1}", name)
 
     def generate(
         self, prompts: Sequence[list[int]], params: SamplingParams, *, salt: str = ""

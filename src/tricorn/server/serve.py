@@ -75,6 +75,7 @@ async def run(frontend: Frontend, options: ServerOptions, listener: socket.socke
         log_level="warning",
         access_log=False,
         server_header=False,
+        timeout_keep_alive=75,
         timeout_graceful_shutdown=max(1, round(options.drain_seconds)),
     )
     server = _Uvicorn(config)
