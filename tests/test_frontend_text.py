@@ -221,6 +221,9 @@ def test_an_unarmed_stop_is_passed_over() -> None:
     matcher = StopMatcher(("e",))
     assert matcher.push("see", armed=False) is None
     assert matcher.push("see") == (2, "e")
+    overlapping = StopMatcher(("aa",))
+    assert overlapping.push("aa", armed=False) is None
+    assert overlapping.push("a") == (1, "aa")
 
 
 def test_sixteen_long_stops_cost_little() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import time
 from typing import Any
 
@@ -249,6 +250,58 @@ def test_prompts_too_long_for_any_tokenizer() -> None:  # A-030
         assert refused({"prompt": letter * 640_000})["code"] == "context_length_exceeded"
         assert refused({"messages": [{"role": "user", "content": letter * 640_000}]}, path=CHAT)["param"] == "prompt"
         assert time.perf_counter() - started < 2.0
+
+
+JUNK: list[Any] = [
+    None,
+    True,
+    0,
+    -1,
+    1.5,
+    2**70,
+    -1e308,
+    "",
+    "x",
+    "\x00",
+    "<|im_end|>",
+    [],
+    [[]],
+    {},
+    {"": {}},
+    ["a", 1],
+]
+JUNK += [
+    [{"role": "user", "content": "x"}],
+    [{"role": "assistant", "tool_calls": 5}],
+    {"type": "function"},
+    [None] * 70,
+]
+
+
+def test_random_bodies_never_break_the_server() -> None:
+    draw = random.Random(11)
+    names = [*schema.Sampling.__struct_fields__, *schema.Chat.__struct_fields__, *schema.Completion.__struct_fields__]
+    inside = ["role", "content", "name", "tool_calls", "tool_call_id", "type", "text", "function", "arguments"]
+
+    def junk(depth: int = 0) -> Any:
+        if depth < 3 and draw.random() < 0.4:
+            return {draw.choice(inside): junk(depth + 1) for _ in range(draw.randrange(4))}
+        return [junk(depth + 1) for _ in range(draw.randrange(3))] if draw.random() < 0.2 else draw.choice(JUNK)
+
+    async def work(http: Any) -> set[int]:
+        codes = set()
+        for _ in range(1500):
+            body: dict[str, Any] = {"prompt": "x", "messages": HI, "max_tokens": 2}
+            for name in draw.sample(names, draw.randint(1, 3)):
+                body[name] = junk()
+            if draw.random() < 0.5:
+                body["messages"] = [{"role": "user", draw.choice(inside): junk(), "content": junk()}]
+            answer = await http.post(draw.choice([CHAT, "/v1/completions"]), json=body)
+            assert answer.status_code < 500, (body, answer.text)
+            codes.add(answer.status_code)
+        return codes
+
+    assert drive(work, ScriptedEngine([5] * 9)) >= {200, 400}
 
 
 def test_the_client_s_words_stay_short_in_errors() -> None:

@@ -112,12 +112,16 @@ def normalize(messages: list[Message]) -> list[Message]:
 
 
 def _normalize(message: Message, place: str) -> Message:
+    if not isinstance(message, dict):
+        raise BadRequest(f"{place} must be an object with role and content", place)
     role = message.get("role")
     role = "system" if role == "developer" else role
     if not isinstance(role, str) or role not in ROLES:
         raise BadRequest(f"{place}.role must be one of system, developer, user, assistant, tool", f"{place}.role")
     result = {key: value for key, value in message.items() if value is not None}
     calls = result.pop("tool_calls", None)
+    if not isinstance(calls, list | None):
+        raise BadRequest(f"{place}.tool_calls must be a list", f"{place}.tool_calls")
     content = result.get("content")
     if content is None and role != "assistant":
         raise BadRequest(f"{place}.content is missing", f"{place}.content")
