@@ -55,6 +55,12 @@ def test_ids_choices_and_parameters_for_each(llm: LLM) -> None:
         llm.generate(PROMPTS, each, progress=False)
 
 
+def test_nothing_gives_nothing(llm: LLM) -> None:
+    assert llm.generate([], progress=False) == []
+    with pytest.raises(TricornError, match="at least one"):
+        llm.chat([], progress=False)
+
+
 def test_scoring(llm: LLM) -> None:
     (answer,) = llm.generate("Your answer: Yes", SamplingParams(max_tokens=0, prompt_logprobs=1), progress=False)
     assert answer.outputs[0].token_ids == []

@@ -155,6 +155,27 @@ def test_broken_requests_get_an_answer(shared: Server) -> None:  # A-027, A-029
     alive(shared)
 
 
+def test_requests_cut_short_get_an_answer(shared: Server) -> None:
+    for request in (
+        b"POST /v1/comp",
+        HEAD,
+        HEAD + b"content-length: 50\r\n\r\n{",
+        HEAD + b"transfer-encoding: chunked\r\n\r\n",
+    ):
+        answer = talk(shared, request, close_writing=True)
+        assert status(answer) == 400
+    assert talk(shared, b"", close_writing=True) == b""
+    for path in (b"/%ff%0a", b"/\xff", b"//v1/completions", b"/v1/completions/", b"*"):
+        assert status(talk(shared, b"POST " + path + b" HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")) in (
+            400,
+            404,
+        )
+    upgrade = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
+    assert talk(shared, upgrade).startswith(b"HTTP/1.1 200")
+    assert talk(shared, b"HEAD /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").startswith(b"HTTP/1.1 200")
+    alive(shared)
+
+
 def test_endless_bodies_cost_no_memory(shared: Server) -> None:
     alive(shared)
     before = shared.memory()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import time
@@ -242,6 +243,20 @@ def test_large_bodies_and_headers() -> None:  # A-029
         ]
 
     assert drive(work, ScriptedEngine([5])) == [413, 413, 431, 431]
+
+
+def test_bodies_that_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "BODY_SECONDS", 0.05)
+
+    async def work(http: Any) -> int:
+        async def chunks() -> Any:
+            yield b"{"
+            await asyncio.sleep(1)
+
+        headers = {"content-type": "application/json"}
+        return int((await http.post("/v1/completions", content=chunks(), headers=headers)).status_code)
+
+    assert drive(work, ScriptedEngine([5])) == 408
 
 
 def test_prompts_too_long_for_any_tokenizer() -> None:

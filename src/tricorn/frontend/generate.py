@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+from bisect import bisect_left
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
@@ -163,14 +164,14 @@ class Assembler:
         sure = len(self._text) - (self._stops.held if self._stops else 0)
         text, self._text = self._text[:sure], self._text[sure:]
         self._released += sure
-        tokens = sum(offset < self._released for offset in self._offsets)
+        tokens = bisect_left(self._offsets, self._released)
         if not text and not tokens and output.prompt_logprobs is None:
             return None
         return self._delta(output, text, tokens, None, None)
 
     def _end(self, output: Output, reason: FinishReason, stop: str | int | None, *, cut: bool) -> Delta:
         self._released += len(self._text)
-        tokens = sum(offset < self._released for offset in self._offsets) if cut else len(self._ids)
+        tokens = bisect_left(self._offsets, self._released) if cut else len(self._ids)
         return self._delta(output, self._text, tokens, reason, stop)
 
     def _delta(

@@ -8,6 +8,7 @@ GET  /metrics                                   Prometheus
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
@@ -137,6 +138,7 @@ class Api:
             ids = await self._frontend.encode(prompt, parse_special=parse) if isinstance(prompt, str) else prompt
             self._frontend.check(ids, params)
             prompts.append(answers.echoed(self._frontend.tokenizer, ids) if echo else Prompt(ids))
+            await asyncio.sleep(0)  # many prompts must not hold up the others
         head = answers.header("text_completion", "cmpl", self._name)
         await self._run(exchange, body, prompts, params, head, started, chat=False, echo=echo)
 

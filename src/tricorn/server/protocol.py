@@ -20,6 +20,12 @@ class BoundedHttp(HttpToolsProtocol):
         if self._head > 2 * MAX_HEADERS and not self.transport.is_closing():
             self._refuse(HttpError(431, f"the headers hold more than {MAX_HEADERS} bytes", code="headers_too_large"))
 
+    def eof_received(self) -> None:
+        """A client that ends in the middle of its request hears so; one that ends after it no longer waits."""
+        cycle = self.cycle
+        if self._head or (cycle is not None and cycle.more_body and not cycle.response_started):
+            self._refuse(HttpError(400, "the connection ended before the request did", code="incomplete_request"))
+
     def on_headers_complete(self) -> None:
         self._head = 0
         super().on_headers_complete()

@@ -72,7 +72,7 @@ async def run(frontend: Frontend, options: ServerOptions, listener: socket.socke
         http=BoundedHttp,
         ws="none",
         lifespan="off",
-        log_level="warning",
+        log_level="error",
         access_log=False,
         server_header=False,
         timeout_keep_alive=75,
