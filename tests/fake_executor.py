@@ -168,6 +168,7 @@ class FakeExecutor:
             assert not (written - mine) & set(step.pages[step.page_start[s] : step.page_start[s + 1]].tolist())
         if self.guard:
             self.guard(step.pages, step.pages[:0])
+            self.guard(step.copies[:, 0], step.pages[:0])
             self.guard(pages, step.positions % PAGE)
 
     def _run(self, step: Step) -> StepResult:

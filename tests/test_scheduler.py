@@ -48,6 +48,7 @@ class Bench:
         self.executor.guard = self.guard
         self.said: dict[str, list[Output]] = defaultdict(list)
         self.requests: dict[str, Request] = {}
+        self.ended: list[str] = []
 
     def guard(self, pages: np.ndarray, slots: np.ndarray) -> None:
         assert np.all(self.pool.holders[pages] > 0), "a step names a page that nobody holds"
@@ -75,6 +76,8 @@ class Bench:
             said = self.said[output.id]
             assert not said or said[-1].finish_reason is None, "an output after the last one"
             said.append(output)
+            if output.finish_reason:
+                self.ended.append(output.id)
         assert self.pool.free + self.pool.held + self.pool.cached == self.pool.total
 
     def abort(self, id: str) -> None:
@@ -400,8 +403,33 @@ def test_preemption_does_not_thrash() -> None:
         bench.add(ids(random, 100), max_tokens=120, ignore_eos=True)
     bench.run()
     bench.verify_all()
-    assert bench.executor.tokens_run < 2 * 20 * 219
-    assert bench.scheduler.counts["preemptions"] <= 40
+    assert bench.executor.tokens_run < 1.5 * 20 * 219
+    assert bench.scheduler.counts["preemptions"] <= 25
+    assert bench.ended == list(bench.requests), "an older request was preempted for a younger one"
+
+
+def test_nobody_is_admitted_into_pages_needed_at_once() -> None:
+    """A-078: a sequence is let in only if the running ones can still grow, not to be preempted right away."""
+    random = Random(25)
+    bench = Bench(pages=4)
+    bench.add(ids(random, 16), max_tokens=40, ignore_eos=True)
+    for _ in range(4):
+        bench.step()
+    bench.add(ids(random, 30), max_tokens=20, ignore_eos=True)
+    bench.run()
+    assert bench.scheduler.counts["preemptions"] == 0
+    bench.verify_all()
+
+
+def test_no_more_are_preempted_than_needed() -> None:
+    """A-078: two sequences that need a page in the same step are both served by one that leaves."""
+    random = Random(26)
+    bench = Bench(pages=11)
+    for length in (8, 8, 40, 40):
+        bench.add(ids(random, length), max_tokens=60, ignore_eos=True)
+    bench.run()
+    assert bench.scheduler.counts["preemptions"] <= 3
+    bench.verify_all()
 
 
 def test_a_big_request_is_not_overtaken_for_ever() -> None:
@@ -446,10 +474,12 @@ def test_aborts_amid_prefill_leave_nothing_false(chunks: int) -> None:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_a_failed_step_fails_its_own_requests_alone(overlap: bool) -> None:
+@pytest.mark.parametrize("step", [1, 2, 3, 5])
+def test_a_failed_step_fails_its_own_requests_alone(overlap: bool, step: int) -> None:
+    """A-072: a step fails half done; what it may not have computed is not reused by those that go on from there."""
     random = Random(21)
     bench = Bench(overlap=overlap, sequences=4)
-    bench.executor.fail_at = {3, 9}
+    bench.executor.fail_at = {step, step + 7}
     prompts = [ids(random, 30) for _ in range(12)]
     for prompt in prompts:
         bench.add(prompt, max_tokens=8, ignore_eos=True)
@@ -458,10 +488,26 @@ def test_a_failed_step_fails_its_own_requests_alone(overlap: bool) -> None:
     assert 0 < len(errors) <= 8
     assert all("told to fail" in (bench.said[id][-1].error or "") for id in errors)
     for prompt in prompts:
+        asked = Request(id="", prompt=prompt, params=SamplingParams(max_tokens=8, ignore_eos=True), seed=7)
+        bench.add(prompt + expected(asked, 1000, ()).tokens, max_tokens=8)
         bench.add(prompt, max_tokens=8)
     bench.run()
     for id in bench.requests:
         bench.verify(id, complete=id not in errors)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_prompt_preempted_while_it_is_scored_is_scored_anew(overlap: bool) -> None:
+    """A-067, A-077: an older request takes the pages of a long prompt whose logprobs are half collected."""
+    random = Random(24)
+    bench = Bench(pages=20, budget=64, rows=4, overlap=overlap)
+    bench.add(ids(random, 30), max_tokens=250, ignore_eos=True)
+    for _ in range(3):
+        bench.step()
+    bench.add(ids(random, 230), max_tokens=4, prompt_logprobs=2)
+    bench.run()
+    assert bench.scheduler.counts["preemptions"] > 0
+    bench.verify_all()
 
 
 @pytest.mark.parametrize(

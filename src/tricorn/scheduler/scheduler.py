@@ -222,9 +222,8 @@ class Scheduler:
         useful = min(len(tokens), max(sequence.total - 1, 1)) - 1  # one token at least is computed
         match = _NO_MATCH if sequence.scoring else tree.match(sequence.salt, tokens[:useful])
         count = pages_for(len(tokens)) - len(match.pages)
-        reserve = len(
-            self.running
-        )  # each may need a page soon; without this a sequence could be preempted as soon as it is back
+        # Each running sequence may need a page soon; without this one could be preempted as soon as it is back.
+        reserve = len(self.running)
         if match.tail_page >= 0 and not self._available(count + reserve):
             pool.release(np.array([match.tail_page], np.int32))
             match = Match(match.pages, -1, 0, len(match.pages) * PAGE)
