@@ -12,12 +12,15 @@
 
 namespace tricorn::TRICORN_ISA {
 
+// What is stored stays finite, so that a page handed on cannot spoil its next owner's sums: what is no number becomes the largest.
+TRICORN_INLINE F finite(F a, float most) { return max(min(a, set(most)), set(-most)); }
+
 template <class Element>
 struct Lanes;
 template <>
 struct Lanes<float> {
     static TRICORN_INLINE F get(const float* p) { return load(p); }
-    static TRICORN_INLINE void put(float* p, F a) { store(p, a); }
+    static TRICORN_INLINE void put(float* p, F a) { store(p, finite(a, 3.4028235e38f)); }
 };
 struct Half {
     uint16_t bits;
@@ -28,16 +31,14 @@ struct Brain {
 template <>
 struct Lanes<Half> {
     static TRICORN_INLINE F get(const Half* p) { return load_f16(reinterpret_cast<const uint16_t*>(p)); }
-    static TRICORN_INLINE void put(Half* p, F a) {  // beyond the range of float16: the largest, never infinity
-        store_f16(reinterpret_cast<uint16_t*>(p), max(min(a, set(65504.0f)), set(-65504.0f)));
-    }
+    static TRICORN_INLINE void put(Half* p, F a) { store_f16(reinterpret_cast<uint16_t*>(p), finite(a, 65504.0f)); }
 };
 template <>
 struct Lanes<Brain> {
     static TRICORN_INLINE F get(const Brain* p) { return load_bf16(reinterpret_cast<const uint16_t*>(p)); }
     static TRICORN_INLINE void put(Brain* p, F a) {
         float values[lanes];
-        store(values, a);
+        store(values, finite(a, 3.3895314e38f));
         for (int i = 0; i < lanes; ++i) p[i].bits = float_to_bf16(values[i]);
     }
 };

@@ -129,7 +129,7 @@ int draw(int n, float u, Weight weight) {
 inline int32_t choose(const SampleRow& row, const float* x, int n, std::vector<float>& weights, std::vector<Candidate>& kept) {
     const float top = largest_of(x, n);
     if (!(top > -INFINITY)) return -1;  // nothing is allowed
-    if (row.temperature < 1e-5f || row.top_k == 1) return first_equal(x, n, top);
+    if (row.temperature <= 1e-5f || row.top_k == 1) return first_equal(x, n, top);
 
     const float u = uniform(row.seed, row.position);
     weights.resize(static_cast<size_t>(n) + lanes);
@@ -141,28 +141,26 @@ inline int32_t choose(const SampleRow& row, const float* x, int n, std::vector<f
         store(weights.data() + i, max(w, zero()));
     }
     if (top == x[0]) weights[0] = greatest(weights[0], 1.0f);
-    const bool by_rank = (row.top_k > 0 && row.top_k < n) || row.top_p < 1;
+    const bool cuts = row.top_k > 0 && row.top_k < n;
     const float floor = row.min_p;  // the largest weight is 1
-    if (!by_rank) return draw(n, u, [&](int i) { const float w = weights[static_cast<size_t>(i)]; return w >= floor ? w : 0.0f; });
+    if (!cuts && row.top_p >= 1) return draw(n, u, [&](int i) { const float w = weights[static_cast<size_t>(i)]; return w >= floor ? w : 0.0f; });
 
     kept.clear();
     for (int i = 0; i < n; ++i)
         if (weights[static_cast<size_t>(i)] > 0) kept.push_back({x[i], i});
-    const size_t most = row.top_k > 0 ? least(kept.size(), static_cast<size_t>(row.top_k)) : kept.size();
     auto weight = [&](size_t i) { return weights[static_cast<size_t>(kept[i].id)]; };
-    double total = 0;
-    if (row.top_k > 0 && most < kept.size()) {
+    if (cuts) {
+        const size_t most = least(kept.size(), static_cast<size_t>(row.top_k));
         std::nth_element(kept.begin(), kept.begin() + static_cast<std::ptrdiff_t>(most), kept.end(), Better());
         kept.resize(most);
         std::sort(kept.begin(), kept.end(), Better());
-        for (size_t i = 0; i < most; ++i) total += static_cast<double>(weight(i));
-    } else {
-        for (const Candidate& c : kept) total += static_cast<double>(weights[static_cast<size_t>(c.id)]);
     }
-    size_t count = most;
+    double total = 0;
+    for (size_t i = 0; i < kept.size(); ++i) total += static_cast<double>(weight(i));
+    size_t count = kept.size();
     if (row.top_p < 1) {  // sort only as far as the mass asks for
         double cumulative = 0;
-        size_t sorted = row.top_k > 0 ? most : 0;
+        size_t sorted = cuts ? kept.size() : 0;
         count = 0;
         while (count < kept.size()) {
             if (count == sorted) {
@@ -174,9 +172,6 @@ inline int32_t choose(const SampleRow& row, const float* x, int n, std::vector<f
             cumulative += static_cast<double>(weight(count++));
             if (cumulative >= static_cast<double>(row.top_p) * total) break;
         }
-    }
-    else if (row.top_k <= 0) {
-        std::sort(kept.begin(), kept.end(), Better());
     }
     while (count > 1 && weight(count - 1) < floor) --count;
     return kept[static_cast<size_t>(draw(static_cast<int>(count), u, [&](int i) { return weight(static_cast<size_t>(i)); }))].id;

@@ -24,6 +24,9 @@ from tricorn.request import TricornError
 
 Nodes = list[Node]
 
+MOST_HEAD_DIM = 512
+"""What the attention kernels have room for (`max_head_dim` in native/attention.hpp)."""
+
 
 def compile_graph(graph: Graph, types: Mapping[str, str]) -> Plan:
     """The plan of a graph whose weights have the given types. Raises TricornError for what the native executor cannot run."""
@@ -283,8 +286,10 @@ class _Lowering:
         (kind,) = self.wanted(node.output)
         out = self.buffer(node.output, kind, a["heads"] * a["head_dim"])
         fields = {key: a[key] for key in ("layer", "heads", "window", "scale", "softcap")}
-        if a["head_dim"] % GROUP:
-            raise TricornError(f"cannot compile: head_dim {a['head_dim']} is not a multiple of {GROUP}")
+        if a["head_dim"] % GROUP or a["head_dim"] > MOST_HEAD_DIM:
+            raise TricornError(
+                f"cannot compile: head_dim {a['head_dim']} is not a multiple of {GROUP} up to {MOST_HEAD_DIM}"
+            )
         self.emit("attention", node, self.index[node.inputs[0], "rows"], out, **fields)
 
 
