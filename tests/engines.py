@@ -29,7 +29,7 @@ _OFFSET_AT = ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
 
 
 def random_tensor(random: np.random.Generator, kind: str, rows: int, columns: int, deviation: float) -> Tensor:
-    """A matrix of any type, of mean about 0 and the given standard deviation. Integer types get random bits and scales."""
+    """A matrix of any type, of mean about 0 and this standard deviation. Integer types get random bits and scales."""
     if kind in FLOATS:
         return cast(random.normal(0, deviation, (rows, columns)).astype(np.float32), kind)
     values, size = BLOCK[kind]

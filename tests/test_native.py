@@ -60,7 +60,7 @@ def test_float_weights(engine_for: EngineFor, architecture: str, kind: str, isa:
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_rounded_activations_stay_near(engine_for: EngineFor, architecture: str, isa: str) -> None:
-    """Integer weights meet 8-bit activations, BF16 weights BF16 ones: a few percent on a random model, whose errors grow."""
+    """Integer weights meet 8-bit activations, BF16 weights BF16 ones: a few percent on a random model."""
     for kinds, limit in ((("Q4_K", "Q8_0", "Q6_K", "Q5_0"), 0.1), ("BF16", 0.03)):
         source, engine = engine_for(architecture, kinds)
         assert error(forward(for_isa(engine, isa), ids_of(40)), reference(source).forward(ids_of(40))) < limit
@@ -220,7 +220,7 @@ def scaled(source: Any, name: str, factor: float, rows: slice = slice(None)) -> 
 
 @pytest.mark.parametrize("kv_type", ["f32", "f16", "bf16"])
 def test_numbers_that_break_harm_nobody_else(tmp_path: Any, kv_type: str) -> None:
-    """A token whose embedding is infinite leaves pages full of what is no number; whoever gets these pages next is safe."""
+    """A token whose embedding is infinite leaves pages full of what is no number; their next owner is safe."""
     broken = scaled(checkpoint("llama", "F32"), "model.embed_tokens.weight", np.inf, slice(7, 8))
     for isa in ISAS:
         executor = native(for_isa(compiled(broken, tmp_path), isa), kv_type=kv_type)
