@@ -23,7 +23,7 @@ size_t row_bytes(const Buffer& b) {
     const size_t columns = size(b.columns);
     if (!b.activations || b.kind == Kind::f32) return 4 * columns;
     if (b.kind == Kind::bf16) return 2 * columns;
-    return columns + 4 * (columns / group) * 4;  // integers, then scale, sum, two half sums per group
+    return columns + (columns / group) * (4 * sizeof(float) + sizeof(Outlier));  // integers, then scale, sum, two half sums, outlier
 }
 
 int element_bytes(Cache type) { return type == Cache::f32 ? 4 : 2; }
@@ -93,6 +93,16 @@ Result Executor::wait(int64_t ticket) {
 std::vector<double> Executor::seconds() {
     std::lock_guard lock(mutex_);
     return seconds_;
+}
+
+std::vector<float> Executor::last_logits(size_t& rows) const {
+    rows = sampled_rows_.size();
+    std::vector<float> all;
+    for (size_t row = 0; row < rows; ++row) {
+        const float* logits = floats(plan_.logits, static_cast<int>(row));
+        all.insert(all.end(), logits, logits + plan_.vocabulary);
+    }
+    return all;
 }
 
 // A step comes from our own scheduler; it is checked all the same, since a wrong index here would be a write to foreign memory.
@@ -249,10 +259,11 @@ Activations Executor::activations(int index) const {
     const Buffer& b = buffer(index);
     const size_t rows = size(b.sampled ? limits_.max_rows : limits_.max_tokens), columns = size(b.columns);
     uint8_t* values = memory(index);
-    if (b.kind != Kind::q8) return {b.kind, b.columns, values, nullptr, nullptr, nullptr};
+    if (b.kind != Kind::q8) return {b.kind, b.columns, values, nullptr, nullptr, nullptr, nullptr};
     float* scale = reinterpret_cast<float*>(values + rows * columns);
     float* sum = scale + rows * (columns / group);
-    return {b.kind, b.columns, values, scale, sum, reinterpret_cast<int32_t*>(sum + rows * (columns / group))};
+    int32_t* half_sum = reinterpret_cast<int32_t*>(sum + rows * (columns / group));
+    return {b.kind, b.columns, values, scale, sum, half_sum, reinterpret_cast<Outlier*>(half_sum + 2 * rows * (columns / group))};
 }
 
 // This member's share of one operation.

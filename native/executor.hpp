@@ -116,6 +116,8 @@ class Executor {
     size_t page_bytes() const { return pages_.page_bytes * static_cast<size_t>(plan_.layers); }
     // Seconds spent so far: in the beginning of steps, in each operation of the plan, in sampling.
     std::vector<double> seconds();
+    // The logits of the last step, [rows][vocabulary]; only while no step is under way.
+    std::vector<float> last_logits(size_t& rows) const;
 
   private:
     struct Angles {  // rotary, of the step's rows

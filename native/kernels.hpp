@@ -25,6 +25,13 @@ struct Matrix {
     size_t block_bytes;
 };
 
+// The value of largest magnitude in a group, as far as it exceeds 127 steps: its column in the group, and four bytes that add up to
+// what its own byte leaves out. One value then does not force its coarse scale on the other 31.
+struct Outlier {
+    int32_t column;
+    int8_t rest[4];
+};
+
 // Activations that meet a matrix, in the type that the matrix's form calls for.
 enum class Kind : int32_t { f32, bf16, q8 };
 
@@ -35,6 +42,7 @@ struct Activations {
     float* scale;       // q8: [row][columns / 32]
     float* sum;         // q8: [row][columns / 32], scale * sum of the group's integers
     int32_t* half_sum;  // q8: [row][columns / 16], sum of each half group's integers
+    Outlier* outlier;   // q8: [row][columns / 32]
 };
 
 struct Linear {  // out[row][column] (+)= in . weight + bias

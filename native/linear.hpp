@@ -3,7 +3,8 @@
 // Sixteen output rows are interleaved, so one vector of weights feeds sixteen sums and no horizontal addition is needed. A weight is
 // scale * q + offset with q an unsigned integer of 4, 5, 6 or 8 bits, so a group of 32 contributes
 //     scale_w * scale_a * (q . a)  +  offset_w * scale_a * sum(a)
-// where q . a is an exact integer. Groups are added in ascending order, whatever the tile: a sum depends on its own row alone.
+// where q . a is an exact integer: eight dot products of four bytes, and a ninth with the rest of the group's outlier. Groups are
+// added in ascending order, whatever the tile: a sum depends on its own row alone.
 #pragma once
 
 #include <type_traits>
@@ -126,6 +127,7 @@ void product_q8(const uint8_t* block, const Activations& in, int row, float* out
     const float* scales = in.scale + size_t(row) * size_t(groups);
     const float* sums = in.sum + size_t(row) * size_t(groups);
     const int32_t* half_sums = in.half_sum + size_t(row) * size_t(2 * groups);
+    const Outlier* outliers = in.outlier + size_t(row) * size_t(groups);
 
     F acc[tokens];
     for (int t = 0; t < tokens; ++t) acc[t] = zero();
@@ -135,6 +137,9 @@ void product_q8(const uint8_t* block, const Activations& in, int row, float* out
         unpack<W::quant_bytes>(quants, q);
         if constexpr (tokens <= 4)
             for (int line = 0; line < W::quant_bytes; line += 64) prefetch(quants + 2048 + line);
+        alignas(64) uint8_t columns_of[steps * 64];  // the same vectors in memory, to pick an outlier's column from
+        for (int s = 0; s < steps; ++s) store_bytes(columns_of + 64 * s, q[s]);
+        auto outlier_column = [&](const Outlier& o) { return spread_byte(load_bytes(columns_of + 64 * (o.column / 4)), o.column % 4); };
         const F scale = w.scale(g);
         if constexpr (W::halves) {
             const I first_scale = w.half_scale(2 * g), second_scale = w.half_scale(2 * g + 1);
@@ -147,7 +152,9 @@ void product_q8(const uint8_t* block, const Activations& in, int row, float* out
                     first = dot_bytes<false>(first, q[s], at + 4 * s);
                     second = dot_bytes<false>(second, q[s + 4], at + 4 * s + 16);
                 }
-                I dot = first * first_scale + second * second_scale;
+                const Outlier& o = outliers[size_t(t) * size_t(groups) + size_t(g)];
+                const I rest = dot_bytes<false>(zero_int(), outlier_column(o), o.rest);
+                I dot = first * first_scale + second * second_scale + rest * w.half_scale(2 * g + o.column / 16);
                 acc[t] = fma(to_float(dot) * scale, set(scales[size_t(t) * size_t(groups) + size_t(g)]), acc[t]);
             }
         } else {
@@ -155,16 +162,16 @@ void product_q8(const uint8_t* block, const Activations& in, int row, float* out
 #pragma GCC unroll 16
             for (int t = 0; t < tokens; ++t) {
                 const int8_t* at = a + size_t(t) * size_t(columns) + group * g;
-                I dot;
+                const Outlier& o = outliers[size_t(t) * size_t(groups) + size_t(g)];
+                I dot = dot_bytes<W::wide>(zero_int(), outlier_column(o), o.rest);
                 if constexpr (tokens <= 4) {  // integers add in any order: two chains hide the latency
-                    I even = zero_int(), odd = zero_int();
+                    I even = dot, odd = zero_int();
                     for (int s = 0; s < steps; s += 2) {
                         even = dot_bytes<W::wide>(even, q[s], at + 4 * s);
                         odd = dot_bytes<W::wide>(odd, q[s + 1], at + 4 * s + 4);
                     }
                     dot = even + odd;
                 } else {
-                    dot = zero_int();
                     for (int s = 0; s < steps; ++s) dot = dot_bytes<W::wide>(dot, q[s], at + 4 * s);
                 }
                 const size_t at_group = size_t(t) * size_t(groups) + size_t(g);

@@ -236,6 +236,11 @@ class PyExecutor {
 
     size_t page_bytes() const { return executor_.page_bytes(); }
     std::vector<double> seconds() { return executor_.seconds(); }
+    nb::object last_logits() {
+        size_t rows = 0;
+        std::vector<float> logits = executor_.last_logits(rows);
+        return give(std::move(logits), {rows, static_cast<size_t>(executor_.plan().vocabulary)});
+    }
 
   private:
     nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> file_;  // keeps the mapping alive
@@ -261,5 +266,6 @@ NB_MODULE(_native, m) {
         .def("submit", &PyExecutor::submit, nb::arg("step"))
         .def("wait", &PyExecutor::wait, nb::arg("ticket"))
         .def("seconds", &PyExecutor::seconds)
+        .def("last_logits", &PyExecutor::last_logits)
         .def_prop_ro("page_bytes", &PyExecutor::page_bytes);
 }

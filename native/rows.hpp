@@ -7,20 +7,43 @@
 
 namespace tricorn::TRICORN_ISA {
 
-// Thirty-two values to int8 with one scale: the largest magnitude becomes 127.
+// Thirty-two values to int8 with one scale: that of the second largest magnitude, unless the largest would then exceed five times
+// 127 steps. What of the largest is above 127 steps goes into four further bytes.
 TRICORN_INLINE void quantize_group(F lo, F hi, const Activations& out, int row, int g) {
-    const float largest = max_lanes(max(abs(lo), abs(hi)));
-    const float scale = largest / 127.0f, inverse = largest > 0 ? 127.0f / largest : 0.0f;
+    constexpr float most = 127.0f, most_outlier = 5 * most;
+    const F low = abs(lo), high = abs(hi);
+    const float largest = max_lanes(max(low, high));
+    const int in_low = first_at_least(low, set(largest)), in_high = first_at_least(high, set(largest));
+    const int column = in_low < lanes ? in_low : lanes + in_high;
+    const F rest_low = select(between(column, column + 1), zero(), low);
+    const F rest_high = select(between(column - lanes, column - lanes + 1), zero(), high);
+    const float second = max_lanes(max(rest_low, rest_high));
+    const float scale = greatest(second / most, largest / most_outlier);
+    const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
+
     const I a = round_to_int(lo * set(inverse)), b = round_to_int(hi * set(inverse));
     int8_t* values = reinterpret_cast<int8_t*>(out.values) + size_t(row) * size_t(out.columns) + size_t(group * g);
     store_s8(values, a);
     store_s8(values + lanes, b);
-    const int first = static_cast<int>(sum_lanes(to_float(a))), second = static_cast<int>(sum_lanes(to_float(b)));
     const size_t at = size_t(row) * size_t(out.columns / group) + size_t(g);
+    Outlier outlier{column & (group - 1), {}};
+    float plain[group];
+    store(plain, lo);
+    store(plain + lanes, hi);
+    const int sign = plain[outlier.column] < 0 ? -1 : 1;
+    int left = static_cast<int>(std::nearbyint(largest * inverse)) - 127;
+    values[outlier.column] = static_cast<int8_t>(sign * least(127, left + 127));
+    for (int8_t& part : outlier.rest) {
+        const int now = greatest(0, least(127, left));
+        part = static_cast<int8_t>(sign * now);
+        left -= now;
+    }
+    out.outlier[at] = outlier;
+    const int first = static_cast<int>(sum_lanes(to_float(a))), second_half = static_cast<int>(sum_lanes(to_float(b)));
     out.scale[at] = scale;
-    out.sum[at] = scale * static_cast<float>(first + second);
+    out.sum[at] = scale * static_cast<float>(first + second_half);
     out.half_sum[2 * at] = first;
-    out.half_sum[2 * at + 1] = second;
+    out.half_sum[2 * at + 1] = second_half;
 }
 
 // Group g of a row of activations, in whatever kind they are.

@@ -47,6 +47,19 @@ TRICORN_INLINE uint16_t float_to_bf16(float f) {  // round to nearest even; fini
     return static_cast<uint16_t>((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
+#if !defined(TRICORN_portable)
+struct SpreadControls {
+    alignas(64) uint8_t bytes[4][64];
+    const uint8_t* operator[](int b) const { return bytes[b]; }
+};
+constexpr SpreadControls spread_controls = [] {  // for the byte shuffles, which work within sixteen bytes
+    SpreadControls c{};
+    for (int b = 0; b < 4; ++b)
+        for (int i = 0; i < 64; ++i) c.bytes[b][i] = static_cast<uint8_t>((i % 16 & ~3) + b);
+    return c;
+}();
+#endif
+
 #if defined(TRICORN_avx512)
 
 struct F {
@@ -111,7 +124,11 @@ TRICORN_INLINE void store_s8(int8_t* p, I a) {
 }
 
 TRICORN_INLINE Q load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+TRICORN_INLINE void store_bytes(uint8_t* p, Q a) { _mm512_storeu_si512(p, a.v); }
 TRICORN_INLINE Q set_bytes(int x) { return {_mm512_set1_epi8(static_cast<char>(x))}; }
+TRICORN_INLINE Q spread_byte(Q a, int b) {  // byte b of each lane, four times
+    return {_mm512_shuffle_epi8(a.v, _mm512_load_si512(spread_controls[b]))};
+}
 TRICORN_INLINE Q operator&(Q a, Q b) { return {_mm512_and_si512(a.v, b.v)}; }
 TRICORN_INLINE Q operator|(Q a, Q b) { return {_mm512_or_si512(a.v, b.v)}; }
 template <int n>
@@ -136,6 +153,11 @@ TRICORN_INLINE F dot_bf16(F acc, const uint16_t* weights, const uint16_t* pair) 
     return {_mm512_dpbf16_ps(acc.v, (__m512bh)_mm512_loadu_si512(weights), (__m512bh)_mm512_set1_epi32(broadcast))};
 }
 TRICORN_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+TRICORN_INLINE __m256 upper(F a) { return _mm512_extractf32x8_ps(a.v, 1); }
+TRICORN_INLINE __m256 lower(F a) { return _mm512_castps512_ps256(a.v); }
+TRICORN_INLINE int first_at_least(F a, F b) {  // the first lane in which a >= b, or 16
+    return __builtin_ctz(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ) | 0x10000u);
+}
 
 #elif defined(TRICORN_avx2)
 
@@ -223,8 +245,16 @@ TRICORN_INLINE Q load_bytes(const uint8_t* p) {
     return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
             _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 32))};
 }
+TRICORN_INLINE void store_bytes(uint8_t* p, Q a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a.lo);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 32), a.hi);
+}
 TRICORN_INLINE Q set_bytes(int x) {
     return {_mm256_set1_epi8(static_cast<char>(x)), _mm256_set1_epi8(static_cast<char>(x))};
+}
+TRICORN_INLINE Q spread_byte(Q a, int b) {
+    __m256i control = _mm256_load_si256(reinterpret_cast<const __m256i*>(spread_controls[b]));
+    return {_mm256_shuffle_epi8(a.lo, control), _mm256_shuffle_epi8(a.hi, control)};
 }
 TRICORN_INLINE Q operator&(Q a, Q b) { return {_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)}; }
 TRICORN_INLINE Q operator|(Q a, Q b) { return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }
@@ -266,6 +296,12 @@ TRICORN_INLINE F dot_bf16(F acc, const uint16_t* weights, const uint16_t* pair) 
     return {half(acc.lo, weights), half(acc.hi, weights + 16)};
 }
 TRICORN_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+TRICORN_INLINE __m256 upper(F a) { return a.hi; }
+TRICORN_INLINE __m256 lower(F a) { return a.lo; }
+TRICORN_INLINE int first_at_least(F a, F b) {
+    int lo = _mm256_movemask_ps(_mm256_cmp_ps(a.lo, b.lo, _CMP_GE_OQ)), hi = _mm256_movemask_ps(_mm256_cmp_ps(a.hi, b.hi, _CMP_GE_OQ));
+    return __builtin_ctz(static_cast<unsigned>(lo | hi << 8) | 0x10000u);
+}
 
 #else  // portable: the compiler's own vectors, lowered to whatever the machine has
 
@@ -366,6 +402,11 @@ TRICORN_INLINE void store_s8(int8_t* p, I a) {  // the values are within [-127, 
     std::memcpy(p, &bytes, sizeof bytes);
 }
 TRICORN_INLINE Q load_bytes(const uint8_t* p) { return copy_in<Q>(p); }
+TRICORN_INLINE void store_bytes(uint8_t* p, Q a) { std::memcpy(p, &a, sizeof a); }
+TRICORN_INLINE Q spread_byte(Q a, int b) {
+    auto spread = (copy_in<Vector<uint32_t, lanes>>(&a) >> (8 * b) & 255) * 0x01010101u;
+    return copy_in<Q>(&spread);
+}
 TRICORN_INLINE Q set_bytes(int x) { return {static_cast<uint8_t>(x) - Vector<uint8_t, 4 * lanes>{}}; }
 TRICORN_INLINE Q operator&(Q a, Q b) { return {a.v & b.v}; }
 TRICORN_INLINE Q operator|(Q a, Q b) { return {a.v | b.v}; }
@@ -389,25 +430,45 @@ TRICORN_INLINE F dot_bf16(F acc, const uint16_t* weights, const uint16_t* pair) 
     return fma(copy_in<F>(&odd), set(bf16_to_float(pair[1])), acc);
 }
 TRICORN_INLINE void prefetch(const void*) {}
+TRICORN_INLINE int first_at_least(F a, F b) {
+    for (int i = 0; i < lanes; ++i)
+        if (a.v[i] >= b.v[i]) return i;
+    return lanes;
+}
 
 #endif
 
-// What follows is built of the words above and is the same for all.
-
-TRICORN_INLINE float sum_lanes(F a) {  // a fixed tree
-    float v[lanes];
-    store(v, a);
+// Reductions over the lanes, by one fixed tree: i with i + 8, then + 4, + 2, + 1.
+#if defined(TRICORN_portable)
+template <class Function>
+TRICORN_INLINE float reduce(F a, Function f) {
     for (int width = lanes / 2; width > 0; width /= 2)
-        for (int i = 0; i < width; ++i) v[i] = v[i] + v[i + width];
-    return v[0];
+        for (int i = 0; i < width; ++i) a.v[i] = f(a.v[i], a.v[i + width]);
+    return a.v[0];
+}
+TRICORN_INLINE float sum_lanes(F a) {
+    return reduce(a, [](float x, float y) { return x + y; });
 }
 TRICORN_INLINE float max_lanes(F a) {
-    float v[lanes];
-    store(v, a);
-    for (int width = lanes / 2; width > 0; width /= 2)
-        for (int i = 0; i < width; ++i) v[i] = greatest(v[i], v[i + width]);
-    return v[0];
+    return reduce(a, [](float x, float y) { return greatest(x, y); });
 }
+#else
+template <class Wide, class Narrow>
+TRICORN_INLINE float reduce(F a, Wide wide, Narrow narrow) {
+    __m256 eight = wide(lower(a), upper(a));
+    __m128 four = narrow(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    __m128 two = narrow(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(narrow(two, _mm_movehdup_ps(two)));
+}
+TRICORN_INLINE float sum_lanes(F a) {
+    return reduce(a, [](__m256 x, __m256 y) { return _mm256_add_ps(x, y); }, [](__m128 x, __m128 y) { return _mm_add_ps(x, y); });
+}
+TRICORN_INLINE float max_lanes(F a) {
+    return reduce(a, [](__m256 x, __m256 y) { return _mm256_max_ps(x, y); }, [](__m128 x, __m128 y) { return _mm_max_ps(x, y); });
+}
+#endif
+
+// What follows is built of the words above and is the same for all.
 
 // e^x to about 1 ulp for x in [-87, 88]; below -87 the result is that of -87 (1.6e-38), e^0 is exactly 1.
 TRICORN_INLINE F exp(F x) {

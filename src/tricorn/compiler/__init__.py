@@ -124,26 +124,31 @@ def peak_buffers(plan: Plan, tokens: int = 512, rows: int = 64) -> int:
     """Bytes of all buffers of a plan for steps of so many tokens and sampled rows."""
     slots: dict[int, int] = {}
     for buffer in plan.buffers:
-        per_value = {"rows": 4.0, "f32": 4.0, "bf16": 2.0, "q8": 1.5}[buffer.kind]
+        per_value = {"rows": 4.0, "f32": 4.0, "bf16": 2.0, "q8": 1.75}[buffer.kind]
         size = int(buffer.columns * per_value) * (rows if buffer.sampled else tokens)
         slots[buffer.slot] = max(slots.get(buffer.slot, 0), size)
     return sum(slots.values())
 
 
+def engine_path(model: str, checkpoint: Checkpoint) -> Path:
+    """Where the cache keeps the engine file of a model for this machine."""
+    name = model if model in hub.BUILTIN else checkpoint.name
+    safe = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)
+    return hub.cache_dir() / "engines" / f"{safe}-{checkpoint.digest[:12]}-{instruction_set()}-{VERSION}{SUFFIX}"
+
+
 def ensure(model: str, progress: bool = True) -> Path:
     """The engine file of a model: an alias, hub id, folder, .gguf file, or an engine file itself. Builds it into the cache when missing."""
+    from tricorn.compiler.report import build_with_progress
+
     source = hub.resolve(model, progress)
     if source.suffix == SUFFIX:
         return source
     checkpoint = load(source)
-    name = model if model in hub.BUILTIN else checkpoint.name
-    safe = "".join(c if c.isalnum() or c in "-_." else "-" for c in name)
-    path = hub.cache_dir() / "engines" / f"{safe}-{checkpoint.digest[:12]}-{instruction_set()}-{VERSION}{SUFFIX}"
+    path = engine_path(model, checkpoint)
     if not path.exists():
-        from tricorn.compiler.report import build_with_progress
-
         build_with_progress(checkpoint, path, quiet=not progress)
     return path
 
 
-__all__ = ["EngineFile", "Header", "Summary", "TensorEntry", "build", "ensure", "instruction_set", "peak_buffers"]
+__all__ = ["EngineFile", "Header", "Summary", "TensorEntry", "build", "engine_path", "ensure", "instruction_set", "peak_buffers"]

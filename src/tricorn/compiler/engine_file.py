@@ -20,7 +20,7 @@ import mmap
 import os
 import struct
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
@@ -194,4 +194,5 @@ def replacing(path: Path) -> Iterator[object]:
     except OSError as error:
         raise TricornError(f"{path}: cannot write the engine file: {error.strerror}; free some room or choose another place") from None
     finally:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):  # not there: renamed, or never made
+            temporary.unlink()

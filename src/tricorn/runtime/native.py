@@ -6,10 +6,12 @@ import os
 from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
 
 from tricorn import _native
 from tricorn.request import TricornError
-from tricorn.runtime.step import PAGE, Step, StepResult
+from tricorn.runtime.sampling import scoring
+from tricorn.runtime.step import F32, PAGE, Step, StepResult
 
 if TYPE_CHECKING:
     from tricorn.compiler.engine_file import EngineFile
@@ -80,6 +82,33 @@ class NativeExecutor:
             return NativeHandle(self._native, self._native.submit(step))
         except ValueError as error:
             raise TricornError(str(error)) from None
+
+    def forward(self, ids: list[int]) -> F32:
+        """The logits of every position of one sequence, float32 [len(ids), vocab]; overwrites the first pages of the pool.
+
+        The twin of ReferenceExecutor.forward, for tests and measurements.
+        """
+        pages = np.arange(-(-len(ids) // PAGE), dtype=np.int32)
+        logits = []
+        chunk = min(self.max_tokens, self.max_rows)
+        for start in range(0, len(ids), chunk):
+            positions = np.arange(start, min(start + chunk, len(ids)), dtype=np.int32)
+            rows = positions - start
+            step = Step(
+                token_ids=np.array(ids[start : start + chunk], np.int32),
+                positions=positions,
+                row_start=np.array([0, len(rows)], np.int32),
+                page_start=np.array([0, len(pages)], np.int32),
+                pages=pages,
+                sampling=scoring(rows),
+            )
+            self.submit(step).result()
+            logits.append(self._native.last_logits())
+        return np.concatenate(logits)
+
+    def operation_seconds(self) -> list[float]:
+        """Seconds spent so far: in the beginnings of steps, in each operation of the plan, in sampling."""
+        return list(self._native.seconds())
 
     def close(self) -> None:
         """Waits for the step under way and frees the pool."""

@@ -1,0 +1,288 @@
+"""The command line. Heavy imports wait inside the commands, so that `--help` and the start of a server are quick."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from tricorn.request import TricornError
+
+app = typer.Typer(
+    name="tricorn",
+    help="A serving engine for large language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+bench = typer.Typer(help="Measure the machine and the engine.", no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(bench, name="bench")
+
+Model = Annotated[
+    str,
+    typer.Argument(help="A built-in name (see `tricorn models`), hub id, folder, .gguf file, or engine file."),
+]
+ModelOption = Annotated[str, typer.Option("--model", help="What `tricorn serve` takes as a model.")]
+Threads = Annotated[int | None, typer.Option(help="Threads of the engine. [default: the processors it may use]")]
+KvType = Annotated[Literal["f16", "bf16", "f32"], typer.Option(help="Type of the KV cache.")]
+KvBytes = Annotated[
+    str | None, typer.Option(help="Size of the KV pool, such as 512M or 2G. [default: a quarter of free memory, at most 4G]")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+DEFAULT_MODEL = "smollm2-135m"
+
+
+@app.command()
+def serve(
+    model: Model = DEFAULT_MODEL,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
+    name: Annotated[str | None, typer.Option(help="The model's name in the API. [default: MODEL]")] = None,
+    threads: Threads = None,
+    kv_type: KvType = "f16",
+    kv_bytes: KvBytes = None,
+    max_sequences: Annotated[int | None, typer.Option(help="Sequences that run at once. [default: 64]")] = None,
+    max_batched_tokens: Annotated[int | None, typer.Option(help="Token rows in a step. [default: 512]")] = None,
+    max_waiting: Annotated[int, typer.Option(help="Sequences that may wait; more are refused with 429.", min=0)] = 256,
+    drain_timeout: Annotated[float, typer.Option(help="Seconds that streams may go on after SIGTERM.", min=0)] = 10.0,
+    executor: Annotated[
+        Literal["native", "reference"], typer.Option(help="The reference one is NumPy in float32: slow, obviously right.")
+    ] = "native",
+) -> None:
+    """Serve a model over an OpenAI-compatible API; fetches and compiles it first when needed."""
+    from tricorn.compiler import ensure
+    from tricorn.server.app import ServerOptions
+    from tricorn.server.serve import serve as run
+
+    path = ensure(model)
+    options = ServerOptions(
+        name=name or _short(model), host=host, port=port, max_waiting=max_waiting, drain_seconds=drain_timeout
+    )
+    engine = _engine_options(
+        path, threads, kv_type, kv_bytes, max_sequences=max_sequences, max_batched_tokens=max_batched_tokens, executor=executor
+    )
+    raise typer.Exit(run(options, engine))
+
+
+@app.command()
+def chat(
+    model: Model = DEFAULT_MODEL,
+    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 always takes the likeliest token.", min=0)] = 0.7,
+    max_tokens: Annotated[int, typer.Option(help="The most tokens of one answer.", min=1)] = 1024,
+    threads: Threads = None,
+) -> None:
+    """Chat in the terminal. /reset begins anew, /quit (or Ctrl-D) leaves, Ctrl-C stops an answer."""
+    from tricorn.chat import converse
+
+    converse(model, system, temperature, max_tokens, threads)
+
+
+@app.command()
+def pull(name: Annotated[str, typer.Argument(help="A built-in model; see `tricorn models`.")]) -> None:
+    """Fetch a built-in model into the cache; goes on where an interrupted fetch stopped."""
+    from tricorn.weights import hub
+
+    print(hub.pull(name))
+
+
+@app.command()
+def models(json: Json = False) -> None:
+    """List the built-in models and what the cache holds of them."""
+    import msgspec
+    from rich.console import Console
+    from rich.table import Table
+
+    from tricorn.weights import hub
+
+    rows = [(name, builtin, hub.is_pulled(name)) for name, builtin in hub.BUILTIN.items()]
+    if json:
+        entries = [{"name": name, **_facts(builtin), "pulled": here} for name, builtin, here in rows]
+        print(msgspec.json.encode(entries).decode())
+        return
+    table = Table("name", "size", "here", "architecture", "weights", "license", box=None)
+    for name, builtin, here in rows:
+        size = f"{builtin.bytes / 1e6:.0f} MB"
+        table.add_row(name, size, "yes" if here else "no", builtin.architecture, builtin.quantization, builtin.license)
+    Console().print(table)
+
+
+@app.command()
+def build(
+    model: Model,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The engine file to write. [default: the cache directory]")
+    ] = None,
+) -> None:
+    """Compile a model into an engine file and say what was made."""
+    from tricorn.compiler import engine_path
+    from tricorn.compiler.engine_file import SUFFIX
+    from tricorn.compiler.report import build_with_progress
+    from tricorn.weights import hub
+    from tricorn.weights.checkpoint import load
+
+    source = hub.resolve(model)
+    if source.suffix == SUFFIX:
+        raise TricornError(f"{source} is an engine file already")
+    checkpoint = load(source)
+    path = output or engine_path(model, checkpoint)
+    build_with_progress(checkpoint, path)
+    print(path)
+
+
+@app.command()
+def inspect(
+    file: Annotated[Path, typer.Argument(help="An engine file, or a model whose engine is in the cache.")],
+    tensors: Annotated[bool, typer.Option(help="List the tensors too.")] = False,
+) -> None:
+    """Print the plan of an engine file so that a person can read it."""
+    from tricorn.compiler import ensure
+    from tricorn.compiler.engine_file import EngineFile
+    from tricorn.compiler.report import describe
+
+    print(describe(EngineFile.open(file if file.is_file() else ensure(str(file))), tensors=tensors))
+
+
+@bench.command("machine")
+def bench_machine(threads: Threads = None, json: Json = False) -> None:
+    """Measure memory bandwidth and the int8, bf16 and fp32 rates of this machine."""
+    import msgspec
+
+    from tricorn.bench.machine import measure
+
+    machine = measure(threads)
+    if json:
+        print(msgspec.json.encode(machine).decode())
+        return
+    for label, value in (
+        ("threads", str(machine.threads)),
+        ("read from memory", f"{machine.read_gb_s} GB/s"),
+        ("int8 dot products", f"{machine.int8_gop_s} Gop/s"),
+        ("bf16 dot products", f"{machine.bf16_gflop_s} Gflop/s"),
+        ("fp32 multiply-adds", f"{machine.fp32_gflop_s} Gflop/s"),
+    ):
+        print(f"{label:20} {value:>16}")
+
+
+@bench.command("engine")
+def bench_engine(
+    model: ModelOption = DEFAULT_MODEL,
+    prompt: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 512,
+    output: Annotated[int, typer.Option(help="Tokens of each answer.", min=1)] = 128,
+    batch: Annotated[str, typer.Option(help="How many sequences at once, several after commas.")] = "1,8,16,32",
+    threads: Threads = None,
+    kv_type: KvType = "f16",
+    kv_bytes: KvBytes = None,
+    json: Json = False,
+) -> None:
+    """Measure the engine alone, beside the limits that the machine sets (measured in the same run)."""
+    import msgspec
+
+    from tricorn.bench import engine, machine
+    from tricorn.compiler import ensure
+    from tricorn.compiler.engine_file import EngineFile
+
+    batches = _numbers("--batch", batch)
+    file = EngineFile.open(ensure(model))
+    limits = machine.measure(threads, file.header.isa)
+    options = _engine_options(file.path, threads, kv_type, kv_bytes, max_sequences=max(64, *batches))
+    heading = f"{'batch':>5} {'prefill':>15} {'of limit':>9} {'decode':>15} {'of limit':>9} {'host':>6}"
+    if not json:
+        print(f"{file.name}, {prompt} tokens in, {output} out, {limits.threads} threads, KV in {kv_type}\n{heading}")
+
+    def show(row: engine.Row) -> None:
+        if not json:
+            print(
+                f"{row.batch:>5} {row.prefill_tok_s:>9.1f} tok/s {row.prefill_limit_share:>9.1%}"
+                f" {row.decode_tok_s:>9.1f} tok/s {row.decode_limit_share:>9.1%} {row.host_share:>6.1%}",
+                flush=True,
+            )
+
+    rows = engine.measure(file, options, limits, batches, prompt, output, show)
+    if json:
+        print(msgspec.json.encode({"model": _short(model), "rows": rows}).decode())
+
+
+@bench.command("quality")
+def bench_quality(
+    model: Annotated[str, typer.Option("--model", help="Built-in names after commas. [default: all]")] = "",
+    positions: Annotated[int, typer.Option(help="Positions of English and code text.", min=16)] = 2000,
+    kv_type: KvType = "f16",
+    json: Json = False,
+) -> None:
+    """Compare the native executor with the float32 reference: KL, top-1 agreement, perplexity."""
+    import msgspec
+
+    from tricorn.bench import quality
+    from tricorn.weights import hub
+
+    rows = []
+    for name in model.split(",") if model else list(hub.BUILTIN):
+        row = quality.measure(name, positions, kv_type)
+        rows.append(row)
+        if not json:
+            print(
+                f"{row.model:20} KL {row.kl:.2e} nat  top-1 {row.top1:.2%}"
+                f"  perplexity {row.perplexity:.3f} against {row.reference_perplexity:.3f}"
+                f" ({row.perplexity / row.reference_perplexity - 1:+.2%})",
+                flush=True,
+            )
+    if json:
+        print(msgspec.json.encode({"rows": rows}).decode())
+
+
+def _engine_options(path: Path, threads: int | None, kv_type: str, kv_bytes: str | None, **others: object):  # type: ignore[no-untyped-def]
+    import msgspec
+
+    from tricorn.engine.options import EngineOptions
+
+    fields = {"path": str(path), "threads": threads, "kv_type": kv_type, "kv_bytes": _bytes(kv_bytes), **others}
+    return msgspec.convert(fields, EngineOptions)
+
+
+def _bytes(text: str | None) -> int | None:
+    """ "512M" -> 536870912."""
+    if text is None:
+        return None
+    units = {"K": 10, "M": 20, "G": 30, "T": 40}
+    digits, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in units else (text, "")
+    if not digits.isascii() or not digits.isdigit() or len(digits) > 15:
+        raise TricornError(f"--kv-bytes {text}: give a whole number, with K, M or G for binary units, such as 512M")
+    return int(digits) << units.get(unit, 0)
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or min(numbers) < 1 or max(numbers) > 4096:
+        raise TricornError(f"{option} {text}: give whole numbers from 1 to 4096, separated by commas")
+    return numbers
+
+
+def _short(model: str) -> str:
+    return Path(model).stem if model.endswith((".gguf", ".tricorn")) else Path(model).name if "/" not in model else model
+
+
+def _facts(builtin: object) -> dict[str, object]:
+    return {key: getattr(builtin, key) for key in ("about", "architecture", "quantization", "license", "bytes")}
+
+
+def main() -> None:
+    """Runs the command line; an error of ours is one line on stderr and exit code 1."""
+    try:
+        app()
+    except TricornError as error:
+        print(f"tricorn: {error}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
