@@ -22,8 +22,7 @@ size_t size(int n) { return static_cast<size_t>(n); }
 size_t row_bytes(const Buffer& b) {
     const size_t columns = size(b.columns);
     if (!b.activations || b.kind == Kind::f32) return 4 * columns;
-    if (b.kind == Kind::bf16) return 2 * columns;
-    return columns + (columns / group) * (4 * sizeof(float) + sizeof(Outlier));  // integers, then scale, sum, two half sums, outlier
+    return b.kind == Kind::bf16 ? 2 * columns : columns / group * sizeof(QuantizedGroup);
 }
 
 int element_bytes(Cache type) { return type == Cache::f32 ? 4 : 2; }
@@ -48,7 +47,8 @@ Executor::Executor(const Kernels& kernels, Plan plan, Limits limits)
     std::vector<size_t> slot_bytes;
     for (const Buffer& b : plan_.buffers) {
         slot_bytes.resize(std::max(slot_bytes.size(), size(b.slot) + 1));
-        const size_t bytes = row_bytes(b) * size(b.sampled ? limits_.max_rows : limits_.max_tokens);
+        const int rows = b.sampled ? limits_.max_rows : limits_.max_tokens;
+        const size_t bytes = row_bytes(b) * size(divide_up(rows, tile_rows) * tile_rows);
         slot_bytes[size(b.slot)] = std::max(slot_bytes[size(b.slot)], bytes);
     }
     for (size_t bytes : slot_bytes) slots_.push_back(std::make_unique<Memory>(bytes));
@@ -255,17 +255,6 @@ void Executor::begin_row(int row) {
     }
 }
 
-Activations Executor::activations(int index) const {
-    const Buffer& b = buffer(index);
-    const size_t rows = size(b.sampled ? limits_.max_rows : limits_.max_tokens), columns = size(b.columns);
-    uint8_t* values = memory(index);
-    if (b.kind != Kind::q8) return {b.kind, b.columns, values, nullptr, nullptr, nullptr, nullptr};
-    float* scale = reinterpret_cast<float*>(values + rows * columns);
-    float* sum = scale + rows * (columns / group);
-    int32_t* half_sum = reinterpret_cast<int32_t*>(sum + rows * (columns / group));
-    return {b.kind, b.columns, values, scale, sum, half_sum, reinterpret_cast<Outlier*>(half_sum + 2 * rows * (columns / group))};
-}
-
 // This member's share of one operation.
 void Executor::run(const Op& op, Share& share, int members) {
     const int rows = rows_of(op.in);
@@ -317,7 +306,11 @@ void Executor::run(const Op& op, Share& share, int members) {
             const Angles& angles = angles_[size(op.rope)];
             const RopeStore r{floats(op.in), stride(op.in), op.heads, op.layer, op.q_norm, op.k_norm, op.epsilon, angles.cosine.data(),
                               angles.sine.data()};
-            return share.each(rows, members, [&](int row) { kernels_.rope_store(r, batch_, pages_, row); });
+            const int run = rows < rows_in_task ? 1 : page_tokens;  // neighbours write to the same lines of a page: one thread's work
+            return share.each(divide_up(rows, run), members, [&](int task) {
+                const int end = std::min((task + 1) * run, rows);
+                for (int row = task * run; row < end; ++row) kernels_.rope_store(r, batch_, pages_, row);
+            });
         }
         case Op::attention: {
             const Attention a{floats(op.in), stride(op.in), op.heads, op.layer, op.window, op.scale, op.softcap, activations(op.out)};

@@ -139,7 +139,7 @@ class Executor {
     float* floats(int index, int row = 0) const {
         return reinterpret_cast<float*>(memory(index)) + stride(index) * static_cast<size_t>(row);
     }
-    Activations activations(int index) const;
+    Activations activations(int index) const { return {buffer(index).kind, buffer(index).columns, memory(index)}; }
     int rows_of(int index) const { return buffer(index).sampled ? static_cast<int>(sampled_rows_.size()) : batch_.tokens; }
 
     const Kernels& kernels_;

@@ -25,24 +25,39 @@ struct Matrix {
     size_t block_bytes;
 };
 
-// The value of largest magnitude in a group, as far as it exceeds 127 steps: its column in the group, and four bytes that add up to
-// what its own byte leaves out. One value then does not force its coarse scale on the other 31.
-struct Outlier {
-    int32_t column;
+// Activations that meet a matrix, in the type that the matrix's form calls for. Sixteen rows are interleaved group by group (column by
+// column, for floats), so that a kernel finds all that a tile needs at fixed distances from one pointer.
+enum class Kind : int32_t { f32, bf16, q8 };
+
+constexpr int tile_rows = 16;
+
+// Thirty-two columns of a row as integers with one scale. The value of largest magnitude may exceed 127 steps: four further bytes hold
+// what its own byte leaves out, so that one value does not force its coarse scale on the other 31.
+struct alignas(64) QuantizedGroup {
+    int8_t values[group];
+    float scale, sum;     // sum: scale * sum of the integers
+    int32_t half_sum[2];  // sum of each half's integers
+    uint16_t column_quad, column_byte;  // the outlier's column, as byte offsets: 64 * (column / 4) and 64 * (column % 4)
     int8_t rest[4];
 };
-
-// Activations that meet a matrix, in the type that the matrix's form calls for.
-enum class Kind : int32_t { f32, bf16, q8 };
 
 struct Activations {
     Kind kind;
     int columns;
-    uint8_t* values;    // [row][columns] of float, bfloat16 or int8
-    float* scale;       // q8: [row][columns / 32]
-    float* sum;         // q8: [row][columns / 32], scale * sum of the group's integers
-    int32_t* half_sum;  // q8: [row][columns / 16], sum of each half group's integers
-    Outlier* outlier;   // q8: [row][columns / 32]
+    uint8_t* data;
+
+    QuantizedGroup* quantized(int row, int g) const {
+        const size_t tile = static_cast<size_t>(row / tile_rows) * static_cast<size_t>(columns / group);
+        return reinterpret_cast<QuantizedGroup*>(data) + (tile + static_cast<size_t>(g)) * tile_rows + row % tile_rows;
+    }
+    float* float32(int row, int column) const {
+        const size_t tile = static_cast<size_t>(row / tile_rows) * static_cast<size_t>(columns);
+        return reinterpret_cast<float*>(data) + (tile + static_cast<size_t>(column)) * tile_rows + row % tile_rows;
+    }
+    uint16_t* bfloat16(int row, int column) const {  // column even: pairs of columns lie together
+        const size_t tile = static_cast<size_t>(row / tile_rows) * static_cast<size_t>(columns);
+        return reinterpret_cast<uint16_t*>(data) + (tile + static_cast<size_t>(column)) * tile_rows + row % tile_rows * 2;
+    }
 };
 
 struct Linear {  // out[row][column] (+)= in . weight + bias
@@ -158,7 +173,8 @@ struct Kernels {
     void (*attention)(const Attention&, const Batch&, const Pages&, const AttentionTile&);
     void (*quantize)(const float* in, const Activations& out, int row);
     Sampled (*sample)(const SampleRow&, const float* logits, int vocabulary, int32_t* top_ids, float* top_logprobs);
-    double (*peak)(Peak);  // runs a loop of that arithmetic and returns the operations done
+    double (*read)(const uint8_t*, size_t bytes);  // reads memory and returns the bytes read
+    double (*peak)(Peak);                          // runs a loop of that arithmetic and returns the operations done
 };
 
 const Kernels& kernels_portable();

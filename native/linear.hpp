@@ -14,7 +14,8 @@
 
 namespace tricorn::TRICORN_ISA {
 
-constexpr int steps = group / 4;  // dot products of four bytes in a group
+constexpr int steps = group / 4;        // dot products of four bytes in a group
+constexpr int prefetch_bytes = 4096;    // how far ahead of a few rows' product: measured, into the second cache
 
 TRICORN_INLINE size_t to_line(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
@@ -23,7 +24,7 @@ TRICORN_INLINE size_t to_line(size_t bytes) { return (bytes + 63) / 64 * 64; }
 
 template <int bits, bool has_offset, int zero_point>
 struct Simple {  // one float16 scale (and offset) per group
-    static constexpr bool wide = bits == 8, halves = false;
+    static constexpr bool wide = bits == 8, halves = false, prefetched = true;
     static constexpr int quant_bytes = 64 * bits;
     const uint8_t *scales, *offsets, *quants;
 
@@ -45,6 +46,7 @@ struct Simple {  // one float16 scale (and offset) per group
 template <int bits, bool has_offset>
 struct TwoLevel {  // K-quants: a float16 scale (and offset) per 256 times a small integer per group
     static constexpr bool wide = false, halves = false;
+    static constexpr bool prefetched = false;  // the hardware's own prefetching measures better with these planes
     static constexpr int quant_bytes = 64 * bits;
     const uint8_t *scales, *offsets, *inner_scales, *inner_offsets, *quants;
 
@@ -67,7 +69,7 @@ struct TwoLevel {  // K-quants: a float16 scale (and offset) per 256 times a sma
 };
 
 struct HalfGroups {  // Q6_K: a float16 scale per 256 times a signed byte per 16, zero point 32
-    static constexpr bool wide = false, halves = true;
+    static constexpr bool wide = false, halves = true, prefetched = true;
     static constexpr int bits = 6, quant_bytes = 64 * bits;
     const uint8_t *scales, *inner_scales, *quants;
 
@@ -118,65 +120,80 @@ TRICORN_INLINE void unpack(const uint8_t* p, Q q[steps]) {
     }
 }
 
-// The products of `tokens` rows with one block, to out[token][16].
+// One column of a packed group, four times in each lane: the outlier's, for whom unpacking to memory would not pay.
+template <int quant_bytes>
+TRICORN_INLINE Q packed_column(const uint8_t* p, int quad, int byte) {
+    if constexpr (quant_bytes == 64 * 8) return spread_byte(load_bytes(p + quad), byte);
+    const int step = quad / 64;
+    Q q = shift_right_by(spread_byte(load_bytes(p + quad % 256), byte), step / 4 * 4) & set_bytes(15);
+    if constexpr (quant_bytes == 64 * 5)
+        q = q | shift_right<-4>(shift_right_by(spread_byte(load_bytes(p + 256), byte), step) & set_bytes(1));
+    if constexpr (quant_bytes == 64 * 6) {
+        const Q plane = spread_byte(load_bytes(p + 256 + step / 4 * 64), byte);
+        q = q | shift_right<-4>(shift_right_by(plane, step % 4 * 2) & set_bytes(3));
+    }
+    return q;
+}
+
+// The products of `tokens` rows with one block, to out[token][16]. The rows share a tile.
 template <class W, int tokens>
 void product_q8(const uint8_t* block, const Activations& in, int row, float* out) {
-    const int columns = in.columns, groups = columns / group;
-    const W w(block, columns);
-    const int8_t* a = reinterpret_cast<const int8_t*>(in.values) + size_t(row) * size_t(columns);
-    const float* scales = in.scale + size_t(row) * size_t(groups);
-    const float* sums = in.sum + size_t(row) * size_t(groups);
-    const int32_t* half_sums = in.half_sum + size_t(row) * size_t(2 * groups);
-    const Outlier* outliers = in.outlier + size_t(row) * size_t(groups);
+    constexpr bool few = tokens <= 4;  // memory is the limit then, and latency
+    const int groups = in.columns / group;
+    const W w(block, in.columns);
+    const QuantizedGroup* a = in.quantized(row, 0);
+    [[maybe_unused]] const size_t head = size_t(w.quants - block), head_part = head / size_t(groups);  // at most a line for each group
+    [[maybe_unused]] const uint8_t* next_head = w.quants + size_t(W::quant_bytes) * size_t(groups);   // that of the block behind this one
+    [[maybe_unused]] alignas(64) uint8_t quads[64 * steps];  // the group's vectors in memory, to pick the outliers' columns from
 
     F acc[tokens];
     for (int t = 0; t < tokens; ++t) acc[t] = zero();
-    for (int g = 0; g < groups; ++g) {
+    for (int g = 0; g < groups; ++g, a += tile_rows) {
         Q q[steps];
         const uint8_t* quants = w.quants + size_t(W::quant_bytes) * size_t(g);
         unpack<W::quant_bytes>(quants, q);
-        if constexpr (tokens <= 4)
-            for (int line = 0; line < W::quant_bytes; line += 64) prefetch(quants + 2048 + line);
-        alignas(64) uint8_t columns_of[steps * 64];  // the same vectors in memory, to pick an outlier's column from
-        for (int s = 0; s < steps; ++s) store_bytes(columns_of + 64 * s, q[s]);
-        auto outlier_column = [&](const Outlier& o) { return spread_byte(load_bytes(columns_of + 64 * (o.column / 4)), o.column % 4); };
+        if constexpr (few && W::prefetched) {
+            prefetch(next_head + head_part * size_t(g));
+            for (int line = 0; line < W::quant_bytes; line += 64) prefetch(quants + prefetch_bytes + line);
+        }
+        if constexpr (!few) {
+            for (int s = 0; s < steps; ++s) store_bytes(quads + 64 * s, q[s]);
+        }
+        auto outlier_column = [&](const QuantizedGroup& of) {
+            if constexpr (few) return packed_column<W::quant_bytes>(quants, of.column_quad, of.column_byte);
+            return spread_byte(load_bytes(quads + of.column_quad), of.column_byte);
+        };
         const F scale = w.scale(g);
         if constexpr (W::halves) {
-            const I first_scale = w.half_scale(2 * g), second_scale = w.half_scale(2 * g + 1);
+            const I half_scales[2] = {w.half_scale(2 * g), w.half_scale(2 * g + 1)};
 #pragma GCC unroll 16
             for (int t = 0; t < tokens; ++t) {
-                const int8_t* at = a + size_t(t) * size_t(columns) + group * g;
-                const int32_t* half = half_sums + size_t(t) * size_t(2 * groups) + 2 * g;
-                I first = set_int(-32 * half[0]), second = set_int(-32 * half[1]);
+                const I rest = dot_bytes<false>(zero_int(), outlier_column(a[t]), a[t].rest);
+                I first = set_int(-32 * a[t].half_sum[0]), second = set_int(-32 * a[t].half_sum[1]);
                 for (int s = 0; s < steps / 2; ++s) {
-                    first = dot_bytes<false>(first, q[s], at + 4 * s);
-                    second = dot_bytes<false>(second, q[s + 4], at + 4 * s + 16);
+                    first = dot_bytes<false>(first, q[s], a[t].values + 4 * s);
+                    second = dot_bytes<false>(second, q[s + 4], a[t].values + 4 * s + 16);
                 }
-                const Outlier& o = outliers[size_t(t) * size_t(groups) + size_t(g)];
-                const I rest = dot_bytes<false>(zero_int(), outlier_column(o), o.rest);
-                I dot = first * first_scale + second * second_scale + rest * w.half_scale(2 * g + o.column / 16);
-                acc[t] = fma(to_float(dot) * scale, set(scales[size_t(t) * size_t(groups) + size_t(g)]), acc[t]);
+                const I rest_scale = w.half_scale(2 * g + a[t].column_quad / 256);
+                const I dot = first * half_scales[0] + second * half_scales[1] + rest * rest_scale;
+                acc[t] = fma(to_float(dot) * scale, set(a[t].scale), acc[t]);
             }
         } else {
             const F offset = w.offset(g, scale);
 #pragma GCC unroll 16
             for (int t = 0; t < tokens; ++t) {
-                const int8_t* at = a + size_t(t) * size_t(columns) + group * g;
-                const Outlier& o = outliers[size_t(t) * size_t(groups) + size_t(g)];
-                I dot = dot_bytes<W::wide>(zero_int(), outlier_column(o), o.rest);
-                if constexpr (tokens <= 4) {  // integers add in any order: two chains hide the latency
-                    I even = dot, odd = zero_int();
+                I even = dot_bytes<W::wide>(zero_int(), outlier_column(a[t]), a[t].rest), odd = zero_int();
+                if constexpr (few) {  // integers add in any order: two chains hide the latency
                     for (int s = 0; s < steps; s += 2) {
-                        even = dot_bytes<W::wide>(even, q[s], at + 4 * s);
-                        odd = dot_bytes<W::wide>(odd, q[s + 1], at + 4 * s + 4);
+                        even = dot_bytes<W::wide>(even, q[s], a[t].values + 4 * s);
+                        odd = dot_bytes<W::wide>(odd, q[s + 1], a[t].values + 4 * s + 4);
                     }
-                    dot = even + odd;
+                    even = even + odd;
                 } else {
-                    for (int s = 0; s < steps; ++s) dot = dot_bytes<W::wide>(dot, q[s], at + 4 * s);
+                    for (int s = 0; s < steps; ++s) even = dot_bytes<W::wide>(even, q[s], a[t].values + 4 * s);
                 }
-                const size_t at_group = size_t(t) * size_t(groups) + size_t(g);
-                acc[t] = fma(to_float(dot) * scale, set(scales[at_group]), acc[t]);
-                acc[t] = fma(offset, set(sums[at_group]), acc[t]);
+                acc[t] = fma(to_float(even) * scale, set(a[t].scale), acc[t]);
+                acc[t] = fma(offset, set(a[t].sum), acc[t]);
             }
         }
     }
@@ -184,49 +201,45 @@ void product_q8(const uint8_t* block, const Activations& in, int row, float* out
 }
 
 struct Float32 {
-    static constexpr int element = 4;
     static TRICORN_INLINE F at(const uint8_t* block, int k) { return load(reinterpret_cast<const float*>(block) + block_rows * k); }
 };
 struct Float16 {
-    static constexpr int element = 2;
     static TRICORN_INLINE F at(const uint8_t* block, int k) {
         return load_f16(reinterpret_cast<const uint16_t*>(block) + block_rows * k);
     }
 };
+struct BFloat16;  // in pairs
 
 template <class W, int tokens>
 void product_f32(const uint8_t* block, const Activations& in, int row, float* out) {
-    const float* a = reinterpret_cast<const float*>(in.values) + size_t(row) * size_t(in.columns);
+    const float* a = in.float32(row, 0);
     F acc[tokens];
     for (int t = 0; t < tokens; ++t) acc[t] = zero();
-    for (int k = 0; k < in.columns; ++k) {
+    for (int k = 0; k < in.columns; ++k, a += tile_rows) {
         const F w = W::at(block, k);
 #pragma GCC unroll 16
-        for (int t = 0; t < tokens; ++t) acc[t] = fma(w, set(a[size_t(t) * size_t(in.columns) + size_t(k)]), acc[t]);
+        for (int t = 0; t < tokens; ++t) acc[t] = fma(w, set(a[t]), acc[t]);
     }
     for (int t = 0; t < tokens; ++t) store(out + block_rows * t, acc[t]);
 }
 
-struct Brain16;  // bfloat16 pairs
-
-template <class W, int tokens>
+template <int tokens>
 void product_bf16(const uint8_t* block, const Activations& in, int row, float* out) {
     const uint16_t* w = reinterpret_cast<const uint16_t*>(block);
-    const uint16_t* a = reinterpret_cast<const uint16_t*>(in.values) + size_t(row) * size_t(in.columns);
+    const uint16_t* a = in.bfloat16(row, 0);
     F acc[tokens];
     for (int t = 0; t < tokens; ++t) acc[t] = zero();
-    for (int k = 0; k < in.columns; k += 2) {
+    for (int k = 0; k < in.columns; k += 2, a += 2 * tile_rows) {
 #pragma GCC unroll 16
-        for (int t = 0; t < tokens; ++t)
-            acc[t] = dot_bf16(acc[t], w + block_rows * k, a + size_t(t) * size_t(in.columns) + size_t(k));
+        for (int t = 0; t < tokens; ++t) acc[t] = dot_bf16(acc[t], w + block_rows * k, a + 2 * t);
     }
     for (int t = 0; t < tokens; ++t) store(out + block_rows * t, acc[t]);
 }
 
 template <class W, int tokens>
 TRICORN_INLINE void product(const uint8_t* block, const Activations& in, int row, float* out) {
-    if constexpr (std::is_same_v<W, Brain16>)
-        product_bf16<W, tokens>(block, in, row, out);
+    if constexpr (std::is_same_v<W, BFloat16>)
+        product_bf16<tokens>(block, in, row, out);
     else if constexpr (std::is_same_v<W, Float32> || std::is_same_v<W, Float16>)
         product_f32<W, tokens>(block, in, row, out);
     else
@@ -236,7 +249,7 @@ TRICORN_INLINE void product(const uint8_t* block, const Activations& in, int row
 #if defined(TRICORN_portable)
 constexpr int tile_tokens = 4;  // sixteen sums fill the registers of AVX-512; fewer machines' have room for more than four
 #else
-constexpr int tile_tokens = 16;
+constexpr int tile_tokens = tile_rows;
 #endif
 
 template <class W>
@@ -256,14 +269,14 @@ void products(const uint8_t* block, const Activations& in, int row, int count, f
     take.template operator()<1>();
 }
 
-// The products of rows row .. row+count-1 (at most a tile) with one block of a matrix, to out[count][16]. The one place that
+// The products of rows row .. row+count-1 (of one tile) with one block of a matrix, to out[count][16]. The one place that
 // knows all forms.
 inline void block_product(const Matrix& m, int block_index, const Activations& in, int row, int count, float* out) {
     const uint8_t* block = m.data + m.block_bytes * size_t(block_index);
     switch (m.form) {
         case Form::f32: return products<Float32>(block, in, row, count, out);
         case Form::f16: return products<Float16>(block, in, row, count, out);
-        case Form::bf16: return products<Brain16>(block, in, row, count, out);
+        case Form::bf16: return products<BFloat16>(block, in, row, count, out);
         case Form::q4_0: return products<Simple<4, false, 8>>(block, in, row, count, out);
         case Form::q4_1: return products<Simple<4, true, 0>>(block, in, row, count, out);
         case Form::q5_0: return products<Simple<5, false, 16>>(block, in, row, count, out);
@@ -277,15 +290,14 @@ inline void block_product(const Matrix& m, int block_index, const Activations& i
 
 void linear(const Linear& op, int first_block, int last_block, int first_row, int last_row) {
     float sums[tile_tokens * block_rows];
-    for (int b = first_block; b < last_block; ++b) {
-        const F bias = op.bias ? load(op.bias + block_rows * b) : zero();
-        for (int row = first_row; row < last_row; row += tile_tokens) {
-            const int count = least(tile_tokens, last_row - row);
+    for (int row = first_row; row < last_row; row += tile_tokens) {  // a tile of rows stays in the first cache for all blocks
+        const int count = least(tile_tokens, last_row - row);
+        for (int b = first_block; b < last_block; ++b) {
             block_product(op.weight, b, op.in, row, count, sums);
             for (int t = 0; t < count; ++t) {
                 float* at = op.out + op.stride * size_t(row + t) + block_rows * b;
                 F sum = load(sums + block_rows * t);
-                if (op.bias) sum = sum + bias;
+                if (op.bias) sum = sum + load(op.bias + block_rows * b);
                 if (op.softcap > 0) sum = set(op.softcap) * tanh(sum / set(op.softcap));
                 store(at, op.accumulate ? load(at) + sum : sum);
             }

@@ -23,6 +23,23 @@ TRICORN_INLINE void chains(int repeats, Accumulator start, Next next) {
     for (auto& a : acc) keep(a);
 }
 
+double read(const uint8_t* p, size_t bytes) {  // bytes read
+    Q a = set_bytes(0), b = a, c = a, d = a;
+    for (size_t i = 0; i + 256 <= bytes; i += 256) {
+        prefetch(p + i + 4096);
+        prefetch(p + i + 4096 + 64);
+        prefetch(p + i + 4096 + 128);
+        prefetch(p + i + 4096 + 192);
+        a = a | load_bytes(p + i);
+        b = b | load_bytes(p + i + 64);
+        c = c | load_bytes(p + i + 128);
+        d = d | load_bytes(p + i + 192);
+    }
+    a = a | b | c | d;
+    keep(a);
+    return static_cast<double>(bytes);
+}
+
 double peak(Peak kind) {  // operations done
     constexpr int repeats = 1'000'000;
     constexpr double words = 12.0 * repeats * lanes;

@@ -22,49 +22,42 @@ TRICORN_INLINE void quantize_group(F lo, F hi, const Activations& out, int row, 
     const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
 
     const I a = round_to_int(lo * set(inverse)), b = round_to_int(hi * set(inverse));
-    int8_t* values = reinterpret_cast<int8_t*>(out.values) + size_t(row) * size_t(out.columns) + size_t(group * g);
-    store_s8(values, a);
-    store_s8(values + lanes, b);
-    const size_t at = size_t(row) * size_t(out.columns / group) + size_t(g);
-    Outlier outlier{column & (group - 1), {}};
+    QuantizedGroup& to = *out.quantized(row, g);
+    store_s8(to.values, a);
+    store_s8(to.values + lanes, b);
+    to.half_sum[0] = static_cast<int>(sum_lanes(to_float(a)));
+    to.half_sum[1] = static_cast<int>(sum_lanes(to_float(b)));
+    to.scale = scale;
+    to.sum = scale * static_cast<float>(to.half_sum[0] + to.half_sum[1]);
+
     float plain[group];
     store(plain, lo);
     store(plain + lanes, hi);
-    const int sign = plain[outlier.column] < 0 ? -1 : 1;
+    const int outlier = column & (group - 1);  // nothing equals the largest where a value is not a number
+    const int sign = plain[outlier] < 0 ? -1 : 1;
     int left = static_cast<int>(std::nearbyint(largest * inverse)) - 127;
-    values[outlier.column] = static_cast<int8_t>(sign * least(127, left + 127));
-    for (int8_t& part : outlier.rest) {
+    to.values[outlier] = static_cast<int8_t>(sign * least(127, left + 127));
+    to.column_quad = static_cast<uint16_t>(64 * (outlier / 4));
+    to.column_byte = static_cast<uint16_t>(64 * (outlier % 4));
+    for (int8_t& part : to.rest) {
         const int now = greatest(0, least(127, left));
         part = static_cast<int8_t>(sign * now);
         left -= now;
     }
-    out.outlier[at] = outlier;
-    const int first = static_cast<int>(sum_lanes(to_float(a))), second_half = static_cast<int>(sum_lanes(to_float(b)));
-    out.scale[at] = scale;
-    out.sum[at] = scale * static_cast<float>(first + second_half);
-    out.half_sum[2 * at] = first;
-    out.half_sum[2 * at + 1] = second_half;
 }
 
 // Group g of a row of activations, in whatever kind they are.
 TRICORN_INLINE void put_group(F lo, F hi, const Activations& out, int row, int g) {
-    const size_t at = size_t(row) * size_t(out.columns) + size_t(group * g);
-    switch (out.kind) {
-        case Kind::q8: return quantize_group(lo, hi, out, row, g);
-        case Kind::f32: {
-            float* values = reinterpret_cast<float*>(out.values) + at;
-            store(values, lo);
-            store(values + lanes, hi);
-            return;
-        }
-        case Kind::bf16: {
-            float values[group];
-            store(values, lo);
-            store(values + lanes, hi);
-            uint16_t* to = reinterpret_cast<uint16_t*>(out.values) + at;
-            for (int i = 0; i < group; ++i) to[i] = float_to_bf16(values[i]);
-            return;
-        }
+    if (out.kind == Kind::q8) return quantize_group(lo, hi, out, row, g);
+    float values[group];
+    store(values, lo);
+    store(values + lanes, hi);
+    if (out.kind == Kind::f32) {
+        float* to = out.float32(row, group * g);
+        for (int i = 0; i < group; ++i) to[tile_rows * i] = values[i];
+    } else {
+        uint16_t* to = out.bfloat16(row, group * g);
+        for (int i = 0; i < group; ++i) to[tile_rows * (i & ~1) + (i & 1)] = float_to_bf16(values[i]);
     }
 }
 

@@ -49,13 +49,12 @@ TRICORN_INLINE uint16_t float_to_bf16(float f) {  // round to nearest even; fini
 
 #if !defined(TRICORN_portable)
 struct SpreadControls {
-    alignas(64) uint8_t bytes[4][64];
-    const uint8_t* operator[](int b) const { return bytes[b]; }
+    alignas(64) uint8_t bytes[4 * 64];
 };
 constexpr SpreadControls spread_controls = [] {  // for the byte shuffles, which work within sixteen bytes
     SpreadControls c{};
     for (int b = 0; b < 4; ++b)
-        for (int i = 0; i < 64; ++i) c.bytes[b][i] = static_cast<uint8_t>((i % 16 & ~3) + b);
+        for (int i = 0; i < 64; ++i) c.bytes[64 * b + i] = static_cast<uint8_t>((i % 16 & ~3) + b);
     return c;
 }();
 #endif
@@ -126,8 +125,8 @@ TRICORN_INLINE void store_s8(int8_t* p, I a) {
 TRICORN_INLINE Q load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
 TRICORN_INLINE void store_bytes(uint8_t* p, Q a) { _mm512_storeu_si512(p, a.v); }
 TRICORN_INLINE Q set_bytes(int x) { return {_mm512_set1_epi8(static_cast<char>(x))}; }
-TRICORN_INLINE Q spread_byte(Q a, int b) {  // byte b of each lane, four times
-    return {_mm512_shuffle_epi8(a.v, _mm512_load_si512(spread_controls[b]))};
+TRICORN_INLINE Q spread_byte(Q a, int offset) {  // byte offset / 64 of each lane, four times
+    return {_mm512_shuffle_epi8(a.v, _mm512_load_si512(spread_controls.bytes + offset))};
 }
 TRICORN_INLINE Q operator&(Q a, Q b) { return {_mm512_and_si512(a.v, b.v)}; }
 TRICORN_INLINE Q operator|(Q a, Q b) { return {_mm512_or_si512(a.v, b.v)}; }
@@ -138,6 +137,7 @@ TRICORN_INLINE Q shift_right(Q a) {  // bits cross into the neighbour byte: mask
     else
         return {_mm512_slli_epi16(a.v, -n)};
 }
+TRICORN_INLINE Q shift_right_by(Q a, int n) { return {_mm512_srl_epi16(a.v, _mm_cvtsi32_si128(n))}; }
 
 // acc + the dot product, in each lane, of four unsigned bytes with the four signed bytes at `four` (the same for all lanes). Exact.
 template <bool wide>  // wide: the weights use all eight bits
@@ -152,7 +152,7 @@ TRICORN_INLINE F dot_bf16(F acc, const uint16_t* weights, const uint16_t* pair) 
     std::memcpy(&broadcast, pair, 4);
     return {_mm512_dpbf16_ps(acc.v, (__m512bh)_mm512_loadu_si512(weights), (__m512bh)_mm512_set1_epi32(broadcast))};
 }
-TRICORN_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+TRICORN_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 TRICORN_INLINE __m256 upper(F a) { return _mm512_extractf32x8_ps(a.v, 1); }
 TRICORN_INLINE __m256 lower(F a) { return _mm512_castps512_ps256(a.v); }
 TRICORN_INLINE int first_at_least(F a, F b) {  // the first lane in which a >= b, or 16
@@ -252,8 +252,8 @@ TRICORN_INLINE void store_bytes(uint8_t* p, Q a) {
 TRICORN_INLINE Q set_bytes(int x) {
     return {_mm256_set1_epi8(static_cast<char>(x)), _mm256_set1_epi8(static_cast<char>(x))};
 }
-TRICORN_INLINE Q spread_byte(Q a, int b) {
-    __m256i control = _mm256_load_si256(reinterpret_cast<const __m256i*>(spread_controls[b]));
+TRICORN_INLINE Q spread_byte(Q a, int offset) {
+    __m256i control = _mm256_load_si256(reinterpret_cast<const __m256i*>(spread_controls.bytes + offset));
     return {_mm256_shuffle_epi8(a.lo, control), _mm256_shuffle_epi8(a.hi, control)};
 }
 TRICORN_INLINE Q operator&(Q a, Q b) { return {_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)}; }
@@ -264,6 +264,9 @@ TRICORN_INLINE Q shift_right(Q a) {
         return {_mm256_srli_epi16(a.lo, n), _mm256_srli_epi16(a.hi, n)};
     else
         return {_mm256_slli_epi16(a.lo, -n), _mm256_slli_epi16(a.hi, -n)};
+}
+TRICORN_INLINE Q shift_right_by(Q a, int n) {
+    return {_mm256_srl_epi16(a.lo, _mm_cvtsi32_si128(n)), _mm256_srl_epi16(a.hi, _mm_cvtsi32_si128(n))};
 }
 
 template <bool wide>
@@ -295,7 +298,7 @@ TRICORN_INLINE F dot_bf16(F acc, const uint16_t* weights, const uint16_t* pair) 
     };
     return {half(acc.lo, weights), half(acc.hi, weights + 16)};
 }
-TRICORN_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+TRICORN_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 TRICORN_INLINE __m256 upper(F a) { return a.hi; }
 TRICORN_INLINE __m256 lower(F a) { return a.lo; }
 TRICORN_INLINE int first_at_least(F a, F b) {
@@ -403,8 +406,8 @@ TRICORN_INLINE void store_s8(int8_t* p, I a) {  // the values are within [-127, 
 }
 TRICORN_INLINE Q load_bytes(const uint8_t* p) { return copy_in<Q>(p); }
 TRICORN_INLINE void store_bytes(uint8_t* p, Q a) { std::memcpy(p, &a, sizeof a); }
-TRICORN_INLINE Q spread_byte(Q a, int b) {
-    auto spread = (copy_in<Vector<uint32_t, lanes>>(&a) >> (8 * b) & 255) * 0x01010101u;
+TRICORN_INLINE Q spread_byte(Q a, int offset) {
+    auto spread = (copy_in<Vector<uint32_t, lanes>>(&a) >> (offset / 8) & 255) * 0x01010101u;
     return copy_in<Q>(&spread);
 }
 TRICORN_INLINE Q set_bytes(int x) { return {static_cast<uint8_t>(x) - Vector<uint8_t, 4 * lanes>{}}; }
@@ -417,6 +420,7 @@ TRICORN_INLINE Q shift_right(Q a) {
     else
         return {a.v << -n};
 }
+TRICORN_INLINE Q shift_right_by(Q a, int n) { return {a.v >> static_cast<uint8_t>(n)}; }
 template <bool wide>
 TRICORN_INLINE I dot_bytes(I acc, Q weights, const int8_t* four) {
     auto w = copy_in<Vector<uint32_t, lanes>>(&weights);

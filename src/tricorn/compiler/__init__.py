@@ -124,7 +124,7 @@ def peak_buffers(plan: Plan, tokens: int = 512, rows: int = 64) -> int:
     """Bytes of all buffers of a plan for steps of so many tokens and sampled rows."""
     slots: dict[int, int] = {}
     for buffer in plan.buffers:
-        per_value = {"rows": 4.0, "f32": 4.0, "bf16": 2.0, "q8": 1.75}[buffer.kind]
+        per_value = {"rows": 4.0, "f32": 4.0, "bf16": 2.0, "q8": 2.0}[buffer.kind]
         size = int(buffer.columns * per_value) * (rows if buffer.sampled else tokens)
         slots[buffer.slot] = max(slots.get(buffer.slot, 0), size)
     return sum(slots.values())
