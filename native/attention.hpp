@@ -1,9 +1,10 @@
 // Attention over pages, and the writing of them.
 //
-// K lies transposed in its page ([head_dim][16 tokens]), so sixteen scores are sixteen lanes; V lies as it is, so an output vector
-// is sixteen lanes too. The keys of a row are taken in chunks of 512 aligned to position 0: scores, their maximum, e^(s - max), the sum,
-// and the weighted values of a chunk are complete before it is merged with the chunks before it, in order. A row's result is thus
-// a function of its own position, whoever shares the tile, the batch or the thread.
+// K lies transposed in its page ([head_dim][16 tokens]), so sixteen scores are sixteen lanes; V lies as it is, so an
+// output vector is sixteen lanes too. The keys of a row are taken in chunks of 512 aligned to position 0: scores, their
+// maximum, e^(s - max), the sum, and the weighted values of a chunk are complete before it is merged with the chunks
+// before it, in order. A row's result is thus a function of its own position, whoever shares the tile, the batch or the
+// thread.
 #pragma once
 
 #include "kernels.hpp"
@@ -12,8 +13,11 @@
 
 namespace tricorn::TRICORN_ISA {
 
-// What is stored stays finite, so that a page handed on cannot spoil its next owner's sums: what is no number becomes the largest.
-TRICORN_INLINE F finite(F a, float most) { return max(min(a, set(most)), set(-most)); }
+// What is stored stays finite, so that a page handed on cannot spoil its next owner's sums: what is no number becomes
+// the largest.
+TRICORN_INLINE F finite(F a, float most) {
+    return max(min(a, set(most)), set(-most));
+}
 
 template <class Element>
 struct Lanes;
@@ -45,11 +49,14 @@ struct Lanes<Brain> {
 
 template <class Element>
 TRICORN_INLINE Element* head_in_page(const Pages& pool, int32_t page, int layer, int value, int head) {
-    return reinterpret_cast<Element*>(pool.at(layer, page)) + (value * pool.kv_heads + head) * pool.head_dim * page_tokens;
+    return reinterpret_cast<Element*>(pool.at(layer, page)) +
+           (value * pool.kv_heads + head) * pool.head_dim * page_tokens;
 }
 
-// One head of one row: norm (when there is one), then the rotation of its halves. `tail` handles halves that no vector divides.
-TRICORN_INLINE void norm_and_rotate(float* x, int dim, const float* weight, float epsilon, const float* cosine, const float* sine) {
+// One head of one row: norm (when there is one), then the rotation of its halves. `tail` handles halves that no vector
+// divides.
+TRICORN_INLINE void norm_and_rotate(float* x, int dim, const float* weight, float epsilon, const float* cosine,
+                                    const float* sine) {
     if (weight) {
         const F inverse = set(inverse_rms(x, dim, epsilon));
         for (int i = 0; i < dim; i += lanes) store(x + i, load(x + i) * inverse * load(weight + i));
@@ -95,9 +102,12 @@ void rope_store_as(const RopeStore& op, const Batch& batch, const Pages& pool, i
 
 void rope_store(const RopeStore& op, const Batch& batch, const Pages& pool, int row) {
     switch (pool.type) {
-        case Cache::f32: return rope_store_as<float>(op, batch, pool, row);
-        case Cache::f16: return rope_store_as<Half>(op, batch, pool, row);
-        case Cache::bf16: return rope_store_as<Brain>(op, batch, pool, row);
+        case Cache::f32:
+            return rope_store_as<float>(op, batch, pool, row);
+        case Cache::f16:
+            return rope_store_as<Half>(op, batch, pool, row);
+        case Cache::bf16:
+            return rope_store_as<Brain>(op, batch, pool, row);
     }
 }
 
@@ -130,7 +140,8 @@ TRICORN_INLINE void score_pages(const float* q, int dim, const Element* const* k
 
 // out[pair] = sum over the chunk's tokens, ascending, of weight * V, for `vectors` vectors of the head at a time.
 template <class Element, int pairs, int vectors>
-TRICORN_INLINE void weigh_values(const float* weights, int first_page, int last_page, const Element* const* values, int dim, int d, float* out) {
+TRICORN_INLINE void weigh_values(const float* weights, int first_page, int last_page, const Element* const* values,
+                                 int dim, int d, float* out) {
     F acc[pairs][vectors];
     for (int p = 0; p < pairs; ++p)
         for (int i = 0; i < vectors; ++i) acc[p][i] = zero();
@@ -177,7 +188,9 @@ void attention_pairs(const Attention& op, const Batch& batch, const Pages& pool,
             keys[page] = head_in_page<Element>(pool, table[chunk / page_tokens + page], op.layer, 0, tile.kv_head);
             values[page] = head_in_page<Element>(pool, table[chunk / page_tokens + page], op.layer, 1, tile.kv_head);
         }
-        constexpr int side = pairs <= 2 ? 4 : pairs <= 4 ? 2 : 1;  // pages scored side by side: enough chains to hide the latency
+        constexpr int side = pairs <= 2   ? 4
+                             : pairs <= 4 ? 2
+                                          : 1;  // pages scored side by side: enough chains to hide the latency
         int page = first_page;
         for (; page + side <= last_page; page += side)
             score_pages<Element, pairs, side>(scratch.q, dim, keys + page, scratch.scores + page * page_tokens);
@@ -251,22 +264,33 @@ void attention_pairs(const Attention& op, const Batch& batch, const Pages& pool,
 template <class Element>
 void attention_as(const Attention& op, const Batch& batch, const Pages& pool, const AttentionTile& tile) {
     switch (tile.count * tile.heads) {
-        case 1: return attention_pairs<Element, 1>(op, batch, pool, tile);
-        case 2: return attention_pairs<Element, 2>(op, batch, pool, tile);
-        case 3: return attention_pairs<Element, 3>(op, batch, pool, tile);
-        case 4: return attention_pairs<Element, 4>(op, batch, pool, tile);
-        case 5: return attention_pairs<Element, 5>(op, batch, pool, tile);
-        case 6: return attention_pairs<Element, 6>(op, batch, pool, tile);
-        case 7: return attention_pairs<Element, 7>(op, batch, pool, tile);
-        case 8: return attention_pairs<Element, 8>(op, batch, pool, tile);
+        case 1:
+            return attention_pairs<Element, 1>(op, batch, pool, tile);
+        case 2:
+            return attention_pairs<Element, 2>(op, batch, pool, tile);
+        case 3:
+            return attention_pairs<Element, 3>(op, batch, pool, tile);
+        case 4:
+            return attention_pairs<Element, 4>(op, batch, pool, tile);
+        case 5:
+            return attention_pairs<Element, 5>(op, batch, pool, tile);
+        case 6:
+            return attention_pairs<Element, 6>(op, batch, pool, tile);
+        case 7:
+            return attention_pairs<Element, 7>(op, batch, pool, tile);
+        case 8:
+            return attention_pairs<Element, 8>(op, batch, pool, tile);
     }
 }
 
 void attention(const Attention& op, const Batch& batch, const Pages& pool, const AttentionTile& tile) {
     switch (pool.type) {
-        case Cache::f32: return attention_as<float>(op, batch, pool, tile);
-        case Cache::f16: return attention_as<Half>(op, batch, pool, tile);
-        case Cache::bf16: return attention_as<Brain>(op, batch, pool, tile);
+        case Cache::f32:
+            return attention_as<float>(op, batch, pool, tile);
+        case Cache::f16:
+            return attention_as<Half>(op, batch, pool, tile);
+        case Cache::bf16:
+            return attention_as<Brain>(op, batch, pool, tile);
     }
 }
 

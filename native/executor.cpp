@@ -15,9 +15,15 @@ namespace {
 
 constexpr int rows_in_task = 64;  // token rows of one task of a product
 
-int blocks_of(const Matrix& m) { return (m.rows + block_rows - 1) / block_rows; }
-int divide_up(int a, int b) { return (a + b - 1) / b; }
-size_t size(int n) { return static_cast<size_t>(n); }
+int blocks_of(const Matrix& m) {
+    return (m.rows + block_rows - 1) / block_rows;
+}
+int divide_up(int a, int b) {
+    return (a + b - 1) / b;
+}
+size_t size(int n) {
+    return static_cast<size_t>(n);
+}
 
 size_t row_bytes(const Buffer& b) {
     const size_t columns = size(b.columns);
@@ -25,7 +31,9 @@ size_t row_bytes(const Buffer& b) {
     return b.kind == Kind::bf16 ? 2 * columns : columns / group * sizeof(QuantizedGroup);
 }
 
-int element_bytes(Cache type) { return type == Cache::f32 ? 4 : 2; }
+int element_bytes(Cache type) {
+    return type == Cache::f32 ? 4 : 2;
+}
 
 void require(bool holds, const char* what) {
     if (!holds) throw std::invalid_argument(std::string("invalid step: ") + what);
@@ -40,10 +48,17 @@ Memory::Memory(size_t bytes) : bytes_(std::max<size_t>(bytes, 1)) {
     data_ = static_cast<uint8_t*>(p);
 }
 
-Memory::~Memory() { munmap(data_, bytes_); }
+Memory::~Memory() {
+    munmap(data_, bytes_);
+}
 
 Executor::Executor(const Kernels& kernels, Plan plan, Limits limits)
-    : kernels_(kernels), plan_(std::move(plan)), limits_(limits), shares_(plan_.ops.size() + 3), step_seconds_(plan_.ops.size() + 2), seconds_(plan_.ops.size() + 2) {
+    : kernels_(kernels),
+      plan_(std::move(plan)),
+      limits_(limits),
+      shares_(plan_.ops.size() + 3),
+      step_seconds_(plan_.ops.size() + 2),
+      seconds_(plan_.ops.size() + 2) {
     std::vector<size_t> slot_bytes;
     for (const Buffer& b : plan_.buffers) {
         slot_bytes.resize(std::max(slot_bytes.size(), size(b.slot) + 1));
@@ -54,7 +69,8 @@ Executor::Executor(const Kernels& kernels, Plan plan, Limits limits)
     for (size_t bytes : slot_bytes) slots_.push_back(std::make_unique<Memory>(bytes));
 
     const size_t head_bytes = size(plan_.head_dim) * page_tokens * size(element_bytes(limits_.cache));
-    pages_ = {limits_.cache, nullptr, limits_.pages, head_bytes * size(plan_.kv_heads) * 2, plan_.kv_heads, plan_.head_dim};
+    pages_ = {limits_.cache,  nullptr,       limits_.pages, head_bytes * size(plan_.kv_heads) * 2,
+              plan_.kv_heads, plan_.head_dim};
     pool_memory_ = std::make_unique<Memory>(pages_.page_bytes * size(limits_.pages) * size(plan_.layers));
     pages_.data = pool_memory_->data();
 
@@ -105,7 +121,8 @@ std::vector<float> Executor::last_logits(size_t& rows) const {
     return all;
 }
 
-// A step comes from our own scheduler; it is checked all the same, since a wrong index here would be a write to foreign memory.
+// A step comes from our own scheduler; it is checked all the same, since a wrong index here would be a write to foreign
+// memory.
 void Executor::check(const Step& step) const {
     const int tokens = static_cast<int>(step.ids.size());
     require(tokens > 0 && tokens <= limits_.max_tokens, "number of tokens");
@@ -118,10 +135,12 @@ void Executor::check(const Step& step) const {
     for (const auto* list : {&step.pages, &step.copies})
         for (int32_t page : *list) require(page >= 0 && page < limits_.pages, "page id");
     for (size_t s = 0; s + 1 < step.row_start.size(); ++s) {
-        require(step.row_start[s] < step.row_start[s + 1] && step.page_start[s] <= step.page_start[s + 1], "starts in order");
+        require(step.row_start[s] < step.row_start[s + 1] && step.page_start[s] <= step.page_start[s + 1],
+                "starts in order");
         const int covered = (step.page_start[s + 1] - step.page_start[s]) * page_tokens;
         for (int32_t row = step.row_start[s]; row < step.row_start[s + 1]; ++row)
-            require(step.positions[size(row)] >= 0 && step.positions[size(row)] < covered, "position beyond its page table");
+            require(step.positions[size(row)] >= 0 && step.positions[size(row)] < covered,
+                    "position beyond its page table");
     }
     const SamplingColumns& c = step.sampling;
     const size_t rows = c.rows.size();
@@ -132,7 +151,8 @@ void Executor::check(const Step& step) const {
     for (const auto* column : {&c.temperature, &c.top_p, &c.min_p, &c.repetition, &c.presence, &c.frequency})
         require(column->size() == rows, "sampling column");
     require(c.seed.size() == rows && c.bias_ids.size() == c.bias_values.size(), "sampling column");
-    for (const auto& [start, ids] : {std::pair(&c.bias_start, &c.bias_ids), std::pair(&c.history_start, &c.history_ids)}) {
+    for (const auto& [start, ids] :
+         {std::pair(&c.bias_start, &c.bias_ids), std::pair(&c.history_start, &c.history_ids)}) {
         require(start->size() == rows + 1 && start->front() == 0 && size(start->back()) == ids->size(), "list starts");
         require(std::is_sorted(start->begin(), start->end()), "list starts in order");
     }
@@ -187,12 +207,18 @@ void Executor::prepare(const Step& step) {
         for (int row = step.row_start[size(s)]; row < step.row_start[size(s) + 1]; row += rows)
             for (int kv_head = 0; kv_head < plan_.kv_heads; ++kv_head)
                 for (int head = 0; head < per_head; head += heads)
-                    tiles_.push_back({s, row, std::min(rows, step.row_start[size(s) + 1] - row), kv_head, kv_head * per_head + head,
-                                      std::min(heads, per_head - head)});
+                    tiles_.push_back({s, row, std::min(rows, step.row_start[size(s) + 1] - row), kv_head,
+                                      kv_head * per_head + head, std::min(heads, per_head - head)});
     }
     sampled_rows_ = step.sampling.rows;
-    batch_ = {sequences,        static_cast<int>(step.ids.size()), step.ids.data(),       step.positions.data(),
-              sequence_.data(), step.row_start.data(),             step.page_start.data(), step.pages.data()};
+    batch_ = {sequences,
+              static_cast<int>(step.ids.size()),
+              step.ids.data(),
+              step.positions.data(),
+              sequence_.data(),
+              step.row_start.data(),
+              step.page_start.data(),
+              step.pages.data()};
     for (Share& share : shares_) share.reset();
 }
 
@@ -225,7 +251,8 @@ Result Executor::execute(Step& step, Pool& pool) {
             shares_[ops].each(copies * plan_.layers, members, [&](int i) {
                 const int layer = i % plan_.layers;
                 const size_t copy = size(i / plan_.layers);
-                std::memcpy(pages_.at(layer, step.copies[2 * copy + 1]), pages_.at(layer, step.copies[2 * copy]), pages_.page_bytes);
+                std::memcpy(pages_.at(layer, step.copies[2 * copy + 1]), pages_.at(layer, step.copies[2 * copy]),
+                            pages_.page_bytes);
             });
         }
         shares_[ops + 1].each(batch_.tokens, members, [&](int row) { begin_row(row); });
@@ -248,7 +275,8 @@ void Executor::begin_row(int row) {
         const Rope& rope = plan_.ropes[r];
         const size_t half = rope.inverse_frequencies.size();
         for (size_t i = 0; i < half; ++i) {  // the angle is a float32 product, as in the models' own code
-            const double angle = static_cast<double>(static_cast<float>(batch_.positions[row]) * rope.inverse_frequencies[i]);
+            const double angle =
+                static_cast<double>(static_cast<float>(batch_.positions[row]) * rope.inverse_frequencies[i]);
             angles_[r].cosine[size(row) * half + i] = static_cast<float>(std::cos(angle)) * rope.factor;
             angles_[r].sine[size(row) * half + i] = static_cast<float>(std::sin(angle)) * rope.factor;
         }
@@ -287,9 +315,11 @@ void Executor::run(const Op& op, Share& share, int members) {
             for (const Segment& s : op.segments) tasks += divide_up(blocks_of(s.weight), blocks_in_task) * chunks;
             return share.each(tasks, members, [&](int task) {
                 const Segment* s = op.segments.data();
-                for (int own; task >= (own = divide_up(blocks_of(s->weight), blocks_in_task) * chunks); ++s) task -= own;
+                for (int own; task >= (own = divide_up(blocks_of(s->weight), blocks_in_task) * chunks); ++s)
+                    task -= own;
                 const float* bias = op.bias ? op.bias + s->column : nullptr;
-                const Linear l{s->weight, activations(op.in), floats(op.out) + s->column, stride(op.out), bias, op.add, op.softcap};
+                const Linear l{s->weight, activations(op.in), floats(op.out) + s->column, stride(op.out), bias,
+                               op.add,    op.softcap};
                 row_range(task, [&](int pair, int first, int last) {
                     const int block = pair * blocks_in_task;
                     kernels_.linear(l, block, std::min(block + blocks_in_task, blocks_of(s->weight)), first, last);
@@ -297,23 +327,27 @@ void Executor::run(const Op& op, Share& share, int members) {
             });
         }
         case Op::gated: {
-            const Gated g{op.segments[0].weight, op.segments[1].weight, activations(op.in), activations(op.out), op.gate};
+            const Gated g{op.segments[0].weight, op.segments[1].weight, activations(op.in), activations(op.out),
+                          op.gate};
             return share.each(buffer(op.out).columns / group * chunks, members, [&](int task) {
                 row_range(task, [&](int out_group, int first, int last) { kernels_.gated(g, out_group, first, last); });
             });
         }
         case Op::rope_store: {
             const Angles& angles = angles_[size(op.rope)];
-            const RopeStore r{floats(op.in), stride(op.in), op.heads, op.layer, op.q_norm, op.k_norm, op.epsilon, angles.cosine.data(),
-                              angles.sine.data()};
-            const int run = rows < rows_in_task ? 1 : page_tokens;  // neighbours write to the same lines of a page: one thread's work
+            const RopeStore r{floats(op.in), stride(op.in),        op.heads,          op.layer, op.q_norm, op.k_norm,
+                              op.epsilon,    angles.cosine.data(), angles.sine.data()};
+            const int run = rows < rows_in_task
+                                ? 1
+                                : page_tokens;  // neighbours write to the same lines of a page: one thread's work
             return share.each(divide_up(rows, run), members, [&](int task) {
                 const int end = std::min((task + 1) * run, rows);
                 for (int row = task * run; row < end; ++row) kernels_.rope_store(r, batch_, pages_, row);
             });
         }
         case Op::attention: {
-            const Attention a{floats(op.in), stride(op.in), op.heads, op.layer, op.window, op.scale, op.softcap, activations(op.out)};
+            const Attention a{floats(op.in), stride(op.in), op.heads,   op.layer,
+                              op.window,     op.scale,      op.softcap, activations(op.out)};
             return share.each(static_cast<int>(tiles_.size()), members,
                               [&](int i) { kernels_.attention(a, batch_, pages_, tiles_[size(i)]); });
         }

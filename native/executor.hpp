@@ -1,5 +1,5 @@
-// Runs a compiled plan: owns the page pool and the activation buffers, and executes submitted steps one after another, each as one
-// parallel region.
+// Runs a compiled plan: owns the page pool and the activation buffers, and executes submitted steps one after another,
+// each as one parallel region.
 #pragma once
 
 #include <condition_variable>
@@ -31,7 +31,7 @@ class Memory {
     size_t bytes_;
 };
 
-struct Buffer {  // a named value of the plan; buffers with the same slot are never alive together
+struct Buffer {        // a named value of the plan; buffers with the same slot are never alive together
     bool activations;  // false: plain float rows
     Kind kind;
     int columns;
@@ -46,11 +46,11 @@ struct Segment {  // part of a merged product: a matrix and the column of `out` 
 
 struct Op {
     enum Type { norm, linear, gated, rope_store, attention, quantize } type;
-    int in = -1, out = -1;           // buffers
-    std::vector<Segment> segments;   // linear: side by side; gated: gate, up
-    const float* weight = nullptr;   // norm
-    const float* bias = nullptr;     // linear
-    const float* q_norm = nullptr;   // rope_store
+    int in = -1, out = -1;          // buffers
+    std::vector<Segment> segments;  // linear: side by side; gated: gate, up
+    const float* weight = nullptr;  // norm
+    const float* bias = nullptr;    // linear
+    const float* q_norm = nullptr;  // rope_store
     const float* k_norm = nullptr;
     float epsilon = 0, scale = 0, softcap = 0;
     bool add = false, gather = false;
@@ -140,7 +140,9 @@ class Executor {
         return reinterpret_cast<float*>(memory(index)) + stride(index) * static_cast<size_t>(row);
     }
     Activations activations(int index) const { return {buffer(index).kind, buffer(index).columns, memory(index)}; }
-    int rows_of(int index) const { return buffer(index).sampled ? static_cast<int>(sampled_rows_.size()) : batch_.tokens; }
+    int rows_of(int index) const {
+        return buffer(index).sampled ? static_cast<int>(sampled_rows_.size()) : batch_.tokens;
+    }
 
     const Kernels& kernels_;
     const Plan plan_;

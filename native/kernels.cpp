@@ -16,7 +16,8 @@ namespace tricorn {
 
 const Kernels& TRICORN_JOIN(kernels_, TRICORN_ISA)() {
     using namespace TRICORN_ISA;
-    static const Kernels table{TRICORN_NAME(TRICORN_ISA), embed, norm, linear, gated, rope_store, attention, quantize, sample, read, peak};
+    static const Kernels table{
+        TRICORN_NAME(TRICORN_ISA), embed, norm, linear, gated, rope_store, attention, quantize, sample, read, peak};
     return table;
 }
 

@@ -1,7 +1,7 @@
 // What the plan executor asks of an instruction set: plain structs and a table of functions.
 //
-// Every function computes some rows or tiles of one operation, alone, reading only its inputs: how the work is cut up and who does
-// it never changes a bit of what is computed.
+// Every function computes some rows or tiles of one operation, alone, reading only its inputs: how the work is cut up
+// and who does it never changes a bit of what is computed.
 #pragma once
 
 #include <cstddef>
@@ -9,11 +9,11 @@
 
 namespace tricorn {
 
-constexpr int page_tokens = 16;   // tokens in a page of the KV cache
-constexpr int group = 32;         // values that share one scale
-constexpr int block_rows = 16;    // output rows interleaved in one block of packed weights
-constexpr int chunk_tokens = 512; // attention sums its keys in chunks of this many, aligned to position 0
-constexpr int max_pairs = 8;      // (token, head) pairs that attention works on side by side
+constexpr int page_tokens = 16;    // tokens in a page of the KV cache
+constexpr int group = 32;          // values that share one scale
+constexpr int block_rows = 16;     // output rows interleaved in one block of packed weights
+constexpr int chunk_tokens = 512;  // attention sums its keys in chunks of this many, aligned to position 0
+constexpr int max_pairs = 8;       // (token, head) pairs that attention works on side by side
 
 // The packed forms, one for each source type: see docs/engine-file.md for the layout of a block.
 enum class Form : int32_t { f32, f16, bf16, q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k };
@@ -25,19 +25,21 @@ struct Matrix {
     size_t block_bytes;
 };
 
-// Activations that meet a matrix, in the type that the matrix's form calls for. Sixteen rows are interleaved group by group (column by
-// column, for floats), so that a kernel finds all that a tile needs at fixed distances from one pointer.
+// Activations that meet a matrix, in the type that the matrix's form calls for. Sixteen rows are interleaved group by
+// group (column by column, for floats), so that a kernel finds all that a tile needs at fixed distances from one
+// pointer.
 enum class Kind : int32_t { f32, bf16, q8 };
 
 constexpr int tile_rows = 16;
 
-// Thirty-two columns of a row as integers with one scale. The value of largest magnitude may exceed 127 steps: four further bytes hold
-// what its own byte leaves out, so that one value does not force its coarse scale on the other 31.
+// Thirty-two columns of a row as integers with one scale. The value of largest magnitude may exceed 127 steps: four
+// further bytes hold what its own byte leaves out, so that one value does not force its coarse scale on the other 31.
 struct alignas(64) QuantizedGroup {
     int8_t values[group];
     float scale, sum;     // sum: scale * sum of the integers
     int32_t half_sum[2];  // sum of each half's integers
-    uint16_t column_quad, column_byte;  // the outlier's column, as byte offsets: 64 * (column / 4) and 64 * (column % 4)
+    uint16_t column_quad,
+        column_byte;  // the outlier's column, as byte offsets: 64 * (column / 4) and 64 * (column % 4)
     int8_t rest[4];
 };
 
@@ -56,7 +58,8 @@ struct Activations {
     }
     uint16_t* bfloat16(int row, int column) const {  // column even: pairs of columns lie together
         const size_t tile = static_cast<size_t>(row / tile_rows) * static_cast<size_t>(columns);
-        return reinterpret_cast<uint16_t*>(data) + (tile + static_cast<size_t>(column)) * tile_rows + row % tile_rows * 2;
+        return reinterpret_cast<uint16_t*>(data) + (tile + static_cast<size_t>(column)) * tile_rows +
+               row % tile_rows * 2;
     }
 };
 
@@ -93,8 +96,8 @@ struct Norm {  // in / rms(in) * weight, to activations or added to a float row
 
 enum class Cache : int32_t { f32, f16, bf16 };
 
-// The pool, layer by layer, so that the pages of a layer are neighbours. In a layer a page holds K then V, each of them head by head, K as
-// [head_dim][16 tokens], V as [16 tokens][head_dim].
+// The pool, layer by layer, so that the pages of a layer are neighbours. In a layer a page holds K then V, each of them
+// head by head, K as [head_dim][16 tokens], V as [16 tokens][head_dim].
 struct Pages {
     Cache type;
     uint8_t* data;
@@ -102,7 +105,8 @@ struct Pages {
     size_t page_bytes;  // of one layer
     int kv_heads, head_dim;
     uint8_t* at(int layer, int32_t page) const {
-        return data + (static_cast<size_t>(layer) * static_cast<size_t>(count) + static_cast<size_t>(page)) * page_bytes;
+        return data +
+               (static_cast<size_t>(layer) * static_cast<size_t>(count) + static_cast<size_t>(page)) * page_bytes;
     }
 };
 

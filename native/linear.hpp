@@ -1,10 +1,10 @@
 // Products of activations with packed weights.
 //
-// Sixteen output rows are interleaved, so one vector of weights feeds sixteen sums and no horizontal addition is needed. A weight is
-// scale * q + offset with q an unsigned integer of 4, 5, 6 or 8 bits, so a group of 32 contributes
+// Sixteen output rows are interleaved, so one vector of weights feeds sixteen sums and no horizontal addition is
+// needed. A weight is scale * q + offset with q an unsigned integer of 4, 5, 6 or 8 bits, so a group of 32 contributes
 //     scale_w * scale_a * (q . a)  +  offset_w * scale_a * sum(a)
-// where q . a is an exact integer: eight dot products of four bytes, and a ninth with the rest of the group's outlier. Groups are
-// added in ascending order, whatever the tile: a sum depends on its own row alone.
+// where q . a is an exact integer: eight dot products of four bytes, and a ninth with the rest of the group's outlier.
+// Groups are added in ascending order, whatever the tile: a sum depends on its own row alone.
 #pragma once
 
 #include <type_traits>
@@ -14,13 +14,16 @@
 
 namespace tricorn::TRICORN_ISA {
 
-constexpr int steps = group / 4;        // dot products of four bytes in a group
-constexpr int prefetch_bytes = 4096;    // how far ahead of a few rows' product: measured, into the second cache
+constexpr int steps = group / 4;      // dot products of four bytes in a group
+constexpr int prefetch_bytes = 4096;  // how far ahead of a few rows' product: measured, into the second cache
 
-TRICORN_INLINE size_t to_line(size_t bytes) { return (bytes + 63) / 64 * 64; }
+TRICORN_INLINE size_t to_line(size_t bytes) {
+    return (bytes + 63) / 64 * 64;
+}
 
 // Each form: where a block's planes lie, and how a group's weights become vectors q[8], a scale and an offset.
-// The planes of a block, in order: scales, offsets, inner scales, inner offsets (padded to a cache line together), then the quants.
+// The planes of a block, in order: scales, offsets, inner scales, inner offsets (padded to a cache line together), then
+// the quants.
 
 template <int bits, bool has_offset, int zero_point>
 struct Simple {  // one float16 scale (and offset) per group
@@ -142,9 +145,12 @@ void product_q8(const uint8_t* block, const Activations& in, int row, float* out
     const int groups = in.columns / group;
     const W w(block, in.columns);
     const QuantizedGroup* a = in.quantized(row, 0);
-    [[maybe_unused]] const size_t head = size_t(w.quants - block), head_part = head / size_t(groups);  // at most a line for each group
-    [[maybe_unused]] const uint8_t* next_head = w.quants + size_t(W::quant_bytes) * size_t(groups);   // that of the block behind this one
-    [[maybe_unused]] alignas(64) uint8_t quads[64 * steps];  // the group's vectors in memory, to pick the outliers' columns from
+    [[maybe_unused]] const size_t head = size_t(w.quants - block),
+                                  head_part = head / size_t(groups);  // at most a line for each group
+    [[maybe_unused]] const uint8_t* next_head =
+        w.quants + size_t(W::quant_bytes) * size_t(groups);  // that of the block behind this one
+    [[maybe_unused]] alignas(64)
+        uint8_t quads[64 * steps];  // the group's vectors in memory, to pick the outliers' columns from
 
     F acc[tokens];
     for (int t = 0; t < tokens; ++t) acc[t] = zero();
@@ -201,7 +207,9 @@ void product_q8(const uint8_t* block, const Activations& in, int row, float* out
 }
 
 struct Float32 {
-    static TRICORN_INLINE F at(const uint8_t* block, int k) { return load(reinterpret_cast<const float*>(block) + block_rows * k); }
+    static TRICORN_INLINE F at(const uint8_t* block, int k) {
+        return load(reinterpret_cast<const float*>(block) + block_rows * k);
+    }
 };
 struct Float16 {
     static TRICORN_INLINE F at(const uint8_t* block, int k) {
@@ -247,7 +255,8 @@ TRICORN_INLINE void product(const uint8_t* block, const Activations& in, int row
 }
 
 #if defined(TRICORN_portable)
-constexpr int tile_tokens = 4;  // sixteen sums fill the registers of AVX-512; fewer machines' have room for more than four
+constexpr int tile_tokens =
+    4;  // sixteen sums fill the registers of AVX-512; fewer machines' have room for more than four
 #else
 constexpr int tile_tokens = tile_rows;
 #endif
@@ -269,28 +278,40 @@ void products(const uint8_t* block, const Activations& in, int row, int count, f
     take.template operator()<1>();
 }
 
-// The products of rows row .. row+count-1 (of one tile) with one block of a matrix, to out[count][16]. The one place that
-// knows all forms.
+// The products of rows row .. row+count-1 (of one tile) with one block of a matrix, to out[count][16]. The one place
+// that knows all forms.
 inline void block_product(const Matrix& m, int block_index, const Activations& in, int row, int count, float* out) {
     const uint8_t* block = m.data + m.block_bytes * size_t(block_index);
     switch (m.form) {
-        case Form::f32: return products<Float32>(block, in, row, count, out);
-        case Form::f16: return products<Float16>(block, in, row, count, out);
-        case Form::bf16: return products<BFloat16>(block, in, row, count, out);
-        case Form::q4_0: return products<Simple<4, false, 8>>(block, in, row, count, out);
-        case Form::q4_1: return products<Simple<4, true, 0>>(block, in, row, count, out);
-        case Form::q5_0: return products<Simple<5, false, 16>>(block, in, row, count, out);
-        case Form::q5_1: return products<Simple<5, true, 0>>(block, in, row, count, out);
-        case Form::q8_0: return products<Simple<8, false, 128>>(block, in, row, count, out);
-        case Form::q4_k: return products<TwoLevel<4, true>>(block, in, row, count, out);
-        case Form::q5_k: return products<TwoLevel<5, true>>(block, in, row, count, out);
-        case Form::q6_k: return products<HalfGroups>(block, in, row, count, out);
+        case Form::f32:
+            return products<Float32>(block, in, row, count, out);
+        case Form::f16:
+            return products<Float16>(block, in, row, count, out);
+        case Form::bf16:
+            return products<BFloat16>(block, in, row, count, out);
+        case Form::q4_0:
+            return products<Simple<4, false, 8>>(block, in, row, count, out);
+        case Form::q4_1:
+            return products<Simple<4, true, 0>>(block, in, row, count, out);
+        case Form::q5_0:
+            return products<Simple<5, false, 16>>(block, in, row, count, out);
+        case Form::q5_1:
+            return products<Simple<5, true, 0>>(block, in, row, count, out);
+        case Form::q8_0:
+            return products<Simple<8, false, 128>>(block, in, row, count, out);
+        case Form::q4_k:
+            return products<TwoLevel<4, true>>(block, in, row, count, out);
+        case Form::q5_k:
+            return products<TwoLevel<5, true>>(block, in, row, count, out);
+        case Form::q6_k:
+            return products<HalfGroups>(block, in, row, count, out);
     }
 }
 
 void linear(const Linear& op, int first_block, int last_block, int first_row, int last_row) {
     float sums[tile_tokens * block_rows];
-    for (int row = first_row; row < last_row; row += tile_tokens) {  // a tile of rows stays in the first cache for all blocks
+    for (int row = first_row; row < last_row;
+         row += tile_tokens) {  // a tile of rows stays in the first cache for all blocks
         const int count = least(tile_tokens, last_row - row);
         for (int b = first_block; b < last_block; ++b) {
             block_product(op.weight, b, op.in, row, count, sums);

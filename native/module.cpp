@@ -52,9 +52,17 @@ E named(const std::string& name, std::initializer_list<std::pair<const char*, E>
 }
 
 Form form_of(const std::string& s) {
-    return named<Form>(s, {{"F32", Form::f32},   {"F16", Form::f16},   {"BF16", Form::bf16}, {"Q4_0", Form::q4_0},
-                           {"Q4_1", Form::q4_1}, {"Q5_0", Form::q5_0}, {"Q5_1", Form::q5_1}, {"Q8_0", Form::q8_0},
-                           {"Q4_K", Form::q4_k}, {"Q5_K", Form::q5_k}, {"Q6_K", Form::q6_k}});
+    return named<Form>(s, {{"F32", Form::f32},
+                           {"F16", Form::f16},
+                           {"BF16", Form::bf16},
+                           {"Q4_0", Form::q4_0},
+                           {"Q4_1", Form::q4_1},
+                           {"Q5_0", Form::q5_0},
+                           {"Q5_1", Form::q5_1},
+                           {"Q8_0", Form::q8_0},
+                           {"Q4_K", Form::q4_k},
+                           {"Q5_K", Form::q5_k},
+                           {"Q6_K", Form::q6_k}});
 }
 
 // Tensors of a plan, by name, in the mapped file.
@@ -69,7 +77,8 @@ class Tensors {
     Matrix matrix(const std::string& name) const {
         const nb::dict& d = at(name);
         const size_t block_bytes = nb::cast<size_t>(d["block_bytes"]);
-        Matrix m{form_of(nb::cast<std::string>(d["type"])), nb::cast<int>(d["rows"]), nb::cast<int>(d["columns"]), nullptr, block_bytes};
+        Matrix m{form_of(nb::cast<std::string>(d["type"])), nb::cast<int>(d["rows"]), nb::cast<int>(d["columns"]),
+                 nullptr, block_bytes};
         const size_t blocks = static_cast<size_t>((m.rows + block_rows - 1) / block_rows);
         m.data = data(d, blocks * block_bytes);
         return m;
@@ -83,12 +92,14 @@ class Tensors {
   private:
     const nb::dict& at(const std::string& name) const {
         const auto found = entries_.find(name);
-        if (found == entries_.end()) throw std::invalid_argument("the plan names a tensor that the file lacks: " + name);
+        if (found == entries_.end())
+            throw std::invalid_argument("the plan names a tensor that the file lacks: " + name);
         return found->second;
     }
     const uint8_t* data(const nb::dict& d, size_t needed) const {
         const size_t offset = nb::cast<size_t>(d["offset"]);
-        if (offset % 64 || offset > bytes_ || bytes_ - offset < needed) throw std::invalid_argument("a tensor lies outside the file");
+        if (offset % 64 || offset > bytes_ || bytes_ - offset < needed)
+            throw std::invalid_argument("a tensor lies outside the file");
         return base_ + offset;
     }
     const uint8_t* base_;
@@ -98,15 +109,19 @@ class Tensors {
 
 Op make_op(const nb::dict& d, const Tensors& tensors) {
     Op op{};
-    op.type = named<Op::Type>(nb::cast<std::string>(d["op"]),
-                              {{"norm", Op::norm},             {"linear", Op::linear},       {"gated", Op::gated},
-                               {"rope_store", Op::rope_store}, {"attention", Op::attention}, {"quantize", Op::quantize}});
+    op.type = named<Op::Type>(nb::cast<std::string>(d["op"]), {{"norm", Op::norm},
+                                                               {"linear", Op::linear},
+                                                               {"gated", Op::gated},
+                                                               {"rope_store", Op::rope_store},
+                                                               {"attention", Op::attention},
+                                                               {"quantize", Op::quantize}});
     op.in = nb::cast<int>(d["in"]);
     op.out = get(d, "out", op.in);
     if (d.contains("segments"))
         for (nb::handle h : nb::object(d["segments"])) {
             const auto segment = nb::cast<nb::dict>(h);
-            op.segments.push_back({tensors.matrix(nb::cast<std::string>(segment["weight"])), get(segment, "column", 0)});
+            op.segments.push_back(
+                {tensors.matrix(nb::cast<std::string>(segment["weight"])), get(segment, "column", 0)});
         }
     op.weight = tensors.vector(d, "weight");
     op.bias = tensors.vector(d, "bias");
@@ -136,7 +151,8 @@ Plan make_plan(const nb::dict& d, const Tensors& tensors) {
         const auto kind = nb::cast<std::string>(b["kind"]);
         Buffer buffer{};
         buffer.activations = kind != "rows";
-        buffer.kind = named<Kind>(kind, {{"rows", Kind::f32}, {"f32", Kind::f32}, {"bf16", Kind::bf16}, {"q8", Kind::q8}});
+        buffer.kind =
+            named<Kind>(kind, {{"rows", Kind::f32}, {"f32", Kind::f32}, {"bf16", Kind::bf16}, {"q8", Kind::q8}});
         buffer.columns = nb::cast<int>(b["columns"]);
         buffer.sampled = nb::cast<bool>(b["sampled"]);
         buffer.slot = nb::cast<int>(b["slot"]);
@@ -170,7 +186,8 @@ std::vector<std::string> instruction_sets() {
 #if defined(TRICORN_HAS_avx512)
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16"))
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni") &&
+        __builtin_cpu_supports("avx512bf16"))
         names.emplace_back("avx512");
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) names.emplace_back("avx2");
 #endif
@@ -180,8 +197,9 @@ std::vector<std::string> instruction_sets() {
 
 class PyExecutor {
   public:
-    PyExecutor(nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> file, const nb::list& tensors, const nb::dict& plan,
-               const std::string& isa, int threads, int pages, int max_tokens, int max_rows, const std::string& cache)
+    PyExecutor(nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> file, const nb::list& tensors,
+               const nb::dict& plan, const std::string& isa, int threads, int pages, int max_tokens, int max_rows,
+               const std::string& cache)
         : file_(file),
           executor_(kernels_named(isa), make_plan(plan, Tensors(file.data(), file.shape(0), tensors)),
                     {threads, pages, max_tokens, max_rows,
@@ -230,8 +248,9 @@ class PyExecutor {
             r = executor_.wait(ticket);
         }
         const size_t rows = r.ids.size(), n = static_cast<size_t>(r.alternatives);
-        return nb::make_tuple(give(std::move(r.ids), {rows}), give(std::move(r.logprob), {rows}), give(std::move(r.rank), {rows}),
-                              give(std::move(r.top_ids), {rows, n}), give(std::move(r.top_logprobs), {rows, n}), r.seconds);
+        return nb::make_tuple(give(std::move(r.ids), {rows}), give(std::move(r.logprob), {rows}),
+                              give(std::move(r.rank), {rows}), give(std::move(r.top_ids), {rows, n}),
+                              give(std::move(r.top_logprobs), {rows, n}), r.seconds);
     }
 
     size_t page_bytes() const { return executor_.page_bytes(); }
@@ -255,12 +274,13 @@ NB_MODULE(_native, m) {
     m.doc() = "Tricorn's native side: kernels, thread pool, plan executor, sampler.";
     m.def("instruction_sets", &instruction_sets, "The instruction sets this processor can run, best first.");
     m.def(
-        "measure_machine", [](const std::string& isa, int threads) { return measure_machine(kernels_named(isa), threads); },
+        "measure_machine",
+        [](const std::string& isa, int threads) { return measure_machine(kernels_named(isa), threads); },
         nb::arg("isa"), nb::arg("threads"), nb::call_guard<nb::gil_scoped_release>(),
         "Measured rates with `threads` threads: [read GB/s, int8 Gop/s, bf16 Gflop/s, fp32 Gflop/s].");
     nb::class_<PyExecutor>(m, "Executor")
-        .def(nb::init<nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>, const nb::list&, const nb::dict&,
-                      const std::string&, int, int, int, int, const std::string&>(),
+        .def(nb::init<nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>, const nb::list&,
+                      const nb::dict&, const std::string&, int, int, int, int, const std::string&>(),
              nb::arg("file"), nb::arg("tensors"), nb::arg("plan"), nb::arg("isa"), nb::arg("threads"), nb::arg("pages"),
              nb::arg("max_tokens"), nb::arg("max_rows"), nb::arg("cache"))
         .def("submit", &PyExecutor::submit, nb::arg("step"))

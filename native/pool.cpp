@@ -11,7 +11,8 @@ namespace tricorn {
 
 namespace {
 
-constexpr int spins = 4000;  // some tens of microseconds: longer than a barrier takes, shorter than an idle user notices
+constexpr int spins =
+    4000;  // some tens of microseconds: longer than a barrier takes, shorter than an idle user notices
 
 void relax() {
 #if defined(__x86_64__)

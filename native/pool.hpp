@@ -44,7 +44,8 @@ class Barrier {
     Signal gate_;
 };
 
-// Tasks 0 .. count-1 handed out in shrinking runs, so that a thread the system has put aside delays the others by one small run at most.
+// Tasks 0 .. count-1 handed out in shrinking runs, so that a thread the system has put aside delays the others by one
+// small run at most.
 class Share {
   public:
     void reset() { next_.store(0, std::memory_order_relaxed); }
@@ -87,7 +88,8 @@ class Pool {
     std::vector<std::thread> threads_;
 };
 
-// Binds the calling thread to the member-th of the processors this process may use, when there are enough of them for all members.
+// Binds the calling thread to the member-th of the processors this process may use, when there are enough of them for
+// all members.
 void pin(int member, int members);
 
 }  // namespace tricorn

@@ -7,8 +7,8 @@
 
 namespace tricorn::TRICORN_ISA {
 
-// Thirty-two values to int8 with one scale: that of the second largest magnitude, unless the largest would then exceed five times
-// 127 steps. What of the largest is above 127 steps goes into four further bytes.
+// Thirty-two values to int8 with one scale: that of the second largest magnitude, unless the largest would then exceed
+// five times 127 steps. What of the largest is above 127 steps goes into four further bytes.
 TRICORN_INLINE void quantize_group(F lo, F hi, const Activations& out, int row, int g) {
     constexpr float most = 127.0f, most_outlier = 5 * most;
     const F low = abs(lo), high = abs(hi);
@@ -62,7 +62,8 @@ TRICORN_INLINE void put_group(F lo, F hi, const Activations& out, int row, int g
 }
 
 void quantize(const float* in, const Activations& out, int row) {
-    for (int g = 0; g < out.columns / group; ++g) put_group(load(in + group * g), load(in + group * g + lanes), out, row, g);
+    for (int g = 0; g < out.columns / group; ++g)
+        put_group(load(in + group * g), load(in + group * g + lanes), out, row, g);
 }
 
 TRICORN_INLINE float inverse_rms(const float* x, int columns, float epsilon) {
@@ -143,16 +144,25 @@ void embed(const Matrix& m, int32_t id, float factor, float* out) {
     const int lane = id % block_rows;
     const uint16_t* words = reinterpret_cast<const uint16_t*>(block);
     switch (m.form) {
-        case Form::q4_0: return unpack_row<Simple<4, false, 8>>(block, m.columns, lane, factor, out);
-        case Form::q4_1: return unpack_row<Simple<4, true, 0>>(block, m.columns, lane, factor, out);
-        case Form::q5_0: return unpack_row<Simple<5, false, 16>>(block, m.columns, lane, factor, out);
-        case Form::q5_1: return unpack_row<Simple<5, true, 0>>(block, m.columns, lane, factor, out);
-        case Form::q8_0: return unpack_row<Simple<8, false, 128>>(block, m.columns, lane, factor, out);
-        case Form::q4_k: return unpack_row<TwoLevel<4, true>>(block, m.columns, lane, factor, out);
-        case Form::q5_k: return unpack_row<TwoLevel<5, true>>(block, m.columns, lane, factor, out);
-        case Form::q6_k: return unpack_row<HalfGroups>(block, m.columns, lane, factor, out);
+        case Form::q4_0:
+            return unpack_row<Simple<4, false, 8>>(block, m.columns, lane, factor, out);
+        case Form::q4_1:
+            return unpack_row<Simple<4, true, 0>>(block, m.columns, lane, factor, out);
+        case Form::q5_0:
+            return unpack_row<Simple<5, false, 16>>(block, m.columns, lane, factor, out);
+        case Form::q5_1:
+            return unpack_row<Simple<5, true, 0>>(block, m.columns, lane, factor, out);
+        case Form::q8_0:
+            return unpack_row<Simple<8, false, 128>>(block, m.columns, lane, factor, out);
+        case Form::q4_k:
+            return unpack_row<TwoLevel<4, true>>(block, m.columns, lane, factor, out);
+        case Form::q5_k:
+            return unpack_row<TwoLevel<5, true>>(block, m.columns, lane, factor, out);
+        case Form::q6_k:
+            return unpack_row<HalfGroups>(block, m.columns, lane, factor, out);
         case Form::f32:
-            for (int k = 0; k < m.columns; ++k) out[k] = reinterpret_cast<const float*>(block)[block_rows * k + lane] * factor;
+            for (int k = 0; k < m.columns; ++k)
+                out[k] = reinterpret_cast<const float*>(block)[block_rows * k + lane] * factor;
             return;
         case Form::f16:
             for (int k = 0; k < m.columns; ++k) {
@@ -162,7 +172,8 @@ void embed(const Matrix& m, int32_t id, float factor, float* out) {
             }
             return;
         case Form::bf16:
-            for (int k = 0; k < m.columns; ++k) out[k] = bf16_to_float(words[block_rows * (k & ~1) + 2 * lane + (k & 1)]) * factor;
+            for (int k = 0; k < m.columns; ++k)
+                out[k] = bf16_to_float(words[block_rows * (k & ~1) + 2 * lane + (k & 1)]) * factor;
             return;
     }
 }

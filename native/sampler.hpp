@@ -1,5 +1,5 @@
-// From a row of logits to a token: penalties, bias, mask, temperature, top-k, top-p, min-p, and logprobs of the raw distribution.
-// The semantics are those of runtime/sampling.py, its twin in NumPy.
+// From a row of logits to a token: penalties, bias, mask, temperature, top-k, top-p, min-p, and logprobs of the raw
+// distribution. The semantics are those of runtime/sampling.py, its twin in NumPy.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,8 @@
 
 namespace tricorn::TRICORN_ISA {
 
-// A number in [0, 1) that depends on (seed, position) alone: two rounds of the splitmix64 finalizer (Steele, Lea, Flood 2014).
+// A number in [0, 1) that depends on (seed, position) alone: two rounds of the splitmix64 finalizer (Steele, Lea, Flood
+// 2014).
 inline float uniform(uint64_t seed, int32_t position) {
     auto mix = [](uint64_t z) {
         z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
@@ -126,7 +127,8 @@ int draw(int n, float u, Weight weight) {
     return last;
 }
 
-inline int32_t choose(const SampleRow& row, const float* x, int n, std::vector<float>& weights, std::vector<Candidate>& kept) {
+inline int32_t choose(const SampleRow& row, const float* x, int n, std::vector<float>& weights,
+                      std::vector<Candidate>& kept) {
     const float top = largest_of(x, n);
     if (!(top > -INFINITY)) return -1;  // nothing is allowed
     if (row.temperature <= 1e-5f || row.top_k == 1) return first_equal(x, n, top);
@@ -143,7 +145,11 @@ inline int32_t choose(const SampleRow& row, const float* x, int n, std::vector<f
     if (top == x[0]) weights[0] = greatest(weights[0], 1.0f);
     const bool cuts = row.top_k > 0 && row.top_k < n;
     const float floor = row.min_p;  // the largest weight is 1
-    if (!cuts && row.top_p >= 1) return draw(n, u, [&](int i) { const float w = weights[static_cast<size_t>(i)]; return w >= floor ? w : 0.0f; });
+    if (!cuts && row.top_p >= 1)
+        return draw(n, u, [&](int i) {
+            const float w = weights[static_cast<size_t>(i)];
+            return w >= floor ? w : 0.0f;
+        });
 
     kept.clear();
     for (int i = 0; i < n; ++i)
@@ -165,8 +171,8 @@ inline int32_t choose(const SampleRow& row, const float* x, int n, std::vector<f
         while (count < kept.size()) {
             if (count == sorted) {
                 const size_t until = least(kept.size(), sorted == 0 ? size_t{64} : sorted * 4);
-                std::partial_sort(kept.begin() + static_cast<std::ptrdiff_t>(sorted), kept.begin() + static_cast<std::ptrdiff_t>(until),
-                                  kept.end(), Better());
+                std::partial_sort(kept.begin() + static_cast<std::ptrdiff_t>(sorted),
+                                  kept.begin() + static_cast<std::ptrdiff_t>(until), kept.end(), Better());
                 sorted = until;
             }
             cumulative += static_cast<double>(weight(count++));
@@ -174,7 +180,9 @@ inline int32_t choose(const SampleRow& row, const float* x, int n, std::vector<f
         }
     }
     while (count > 1 && weight(count - 1) < floor) --count;
-    return kept[static_cast<size_t>(draw(static_cast<int>(count), u, [&](int i) { return weight(static_cast<size_t>(i)); }))].id;
+    return kept[static_cast<size_t>(
+                    draw(static_cast<int>(count), u, [&](int i) { return weight(static_cast<size_t>(i)); }))]
+        .id;
 }
 
 Sampled sample(const SampleRow& row, const float* logits, int vocabulary, int32_t* top_ids, float* top_logprobs) {

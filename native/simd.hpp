@@ -1,10 +1,11 @@
 // Sixteen lanes, three times: the vocabulary that every kernel is written in.
 //
-// F is sixteen float32, I sixteen int32, Q sixty-four unsigned bytes (sixteen lanes of four). AVX-512 holds each in one register,
-// AVX2 in two, and the portable version in an array, beside one another so that a reader can check them. A kernel written in these
-// words does the same operations in the same order on every machine.
+// F is sixteen float32, I sixteen int32, Q sixty-four unsigned bytes (sixteen lanes of four). AVX-512 holds each in one
+// register, AVX2 in two, and the portable version in an array, beside one another so that a reader can check them. A
+// kernel written in these words does the same operations in the same order on every machine.
 //
-// Included only by kernels.cpp, which is compiled once per instruction set; everything lives in a namespace of that name.
+// Included only by kernels.cpp, which is compiled once per instruction set; everything lives in a namespace of that
+// name.
 #pragma once
 
 #include <cmath>
@@ -41,7 +42,9 @@ TRICORN_INLINE uint32_t float_to_bits(float f) {
     std::memcpy(&u, &f, 4);
     return u;
 }
-TRICORN_INLINE float bf16_to_float(uint16_t h) { return bits_to_float(uint32_t{h} << 16); }
+TRICORN_INLINE float bf16_to_float(uint16_t h) {
+    return bits_to_float(uint32_t{h} << 16);
+}
 TRICORN_INLINE uint16_t float_to_bf16(float f) {  // round to nearest even; finite input
     uint32_t u = float_to_bits(f);
     return static_cast<uint16_t>((u + 0x7fff + ((u >> 16) & 1)) >> 16);
@@ -74,10 +77,18 @@ struct Mask {
     __mmask16 v;
 };
 
-TRICORN_INLINE F set(float x) { return {_mm512_set1_ps(x)}; }
-TRICORN_INLINE F zero() { return {_mm512_setzero_ps()}; }
-TRICORN_INLINE F load(const float* p) { return {_mm512_loadu_ps(p)}; }
-TRICORN_INLINE void store(float* p, F a) { _mm512_storeu_ps(p, a.v); }
+TRICORN_INLINE F set(float x) {
+    return {_mm512_set1_ps(x)};
+}
+TRICORN_INLINE F zero() {
+    return {_mm512_setzero_ps()};
+}
+TRICORN_INLINE F load(const float* p) {
+    return {_mm512_loadu_ps(p)};
+}
+TRICORN_INLINE void store(float* p, F a) {
+    _mm512_storeu_ps(p, a.v);
+}
 TRICORN_INLINE F load_f16(const uint16_t* p) {
     return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
 }
@@ -88,16 +99,36 @@ TRICORN_INLINE F load_bf16(const uint16_t* p) {
     __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
-TRICORN_INLINE F operator+(F a, F b) { return {_mm512_add_ps(a.v, b.v)}; }
-TRICORN_INLINE F operator-(F a, F b) { return {_mm512_sub_ps(a.v, b.v)}; }
-TRICORN_INLINE F operator*(F a, F b) { return {_mm512_mul_ps(a.v, b.v)}; }
-TRICORN_INLINE F operator/(F a, F b) { return {_mm512_div_ps(a.v, b.v)}; }
-TRICORN_INLINE F fma(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-TRICORN_INLINE F max(F a, F b) { return {_mm512_max_ps(a.v, b.v)}; }
-TRICORN_INLINE F min(F a, F b) { return {_mm512_min_ps(a.v, b.v)}; }
-TRICORN_INLINE F abs(F a) { return {_mm512_abs_ps(a.v)}; }
-TRICORN_INLINE I round_to_int(F a) { return {_mm512_cvtps_epi32(a.v)}; }
-TRICORN_INLINE F to_float(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
+TRICORN_INLINE F operator+(F a, F b) {
+    return {_mm512_add_ps(a.v, b.v)};
+}
+TRICORN_INLINE F operator-(F a, F b) {
+    return {_mm512_sub_ps(a.v, b.v)};
+}
+TRICORN_INLINE F operator*(F a, F b) {
+    return {_mm512_mul_ps(a.v, b.v)};
+}
+TRICORN_INLINE F operator/(F a, F b) {
+    return {_mm512_div_ps(a.v, b.v)};
+}
+TRICORN_INLINE F fma(F a, F b, F c) {
+    return {_mm512_fmadd_ps(a.v, b.v, c.v)};
+}
+TRICORN_INLINE F max(F a, F b) {
+    return {_mm512_max_ps(a.v, b.v)};
+}
+TRICORN_INLINE F min(F a, F b) {
+    return {_mm512_min_ps(a.v, b.v)};
+}
+TRICORN_INLINE F abs(F a) {
+    return {_mm512_abs_ps(a.v)};
+}
+TRICORN_INLINE I round_to_int(F a) {
+    return {_mm512_cvtps_epi32(a.v)};
+}
+TRICORN_INLINE F to_float(I a) {
+    return {_mm512_cvtepi32_ps(a.v)};
+}
 TRICORN_INLINE F times_power_of_two(F a, I n) {  // a * 2^n, n in [-126, 127]
     return a * F{_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(n.v, _mm512_set1_epi32(127)), 23))};
 }
@@ -106,12 +137,22 @@ TRICORN_INLINE Mask between(int first, int last) {  // lanes first .. last-1
     uint32_t below_first = first >= lanes ? 0xffffu : first <= 0 ? 0u : (1u << first) - 1;
     return {static_cast<__mmask16>(below_last & ~below_first)};
 }
-TRICORN_INLINE F select(Mask m, F yes, F no) { return {_mm512_mask_blend_ps(m.v, no.v, yes.v)}; }
+TRICORN_INLINE F select(Mask m, F yes, F no) {
+    return {_mm512_mask_blend_ps(m.v, no.v, yes.v)};
+}
 
-TRICORN_INLINE I zero_int() { return {_mm512_setzero_si512()}; }
-TRICORN_INLINE I set_int(int x) { return {_mm512_set1_epi32(x)}; }
-TRICORN_INLINE I operator+(I a, I b) { return {_mm512_add_epi32(a.v, b.v)}; }
-TRICORN_INLINE I operator*(I a, I b) { return {_mm512_mullo_epi32(a.v, b.v)}; }
+TRICORN_INLINE I zero_int() {
+    return {_mm512_setzero_si512()};
+}
+TRICORN_INLINE I set_int(int x) {
+    return {_mm512_set1_epi32(x)};
+}
+TRICORN_INLINE I operator+(I a, I b) {
+    return {_mm512_add_epi32(a.v, b.v)};
+}
+TRICORN_INLINE I operator*(I a, I b) {
+    return {_mm512_mullo_epi32(a.v, b.v)};
+}
 TRICORN_INLINE I load_u8(const uint8_t* p) {
     return {_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)))};
 }
@@ -122,14 +163,24 @@ TRICORN_INLINE void store_s8(int8_t* p, I a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtsepi32_epi8(a.v));
 }
 
-TRICORN_INLINE Q load_bytes(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
-TRICORN_INLINE void store_bytes(uint8_t* p, Q a) { _mm512_storeu_si512(p, a.v); }
-TRICORN_INLINE Q set_bytes(int x) { return {_mm512_set1_epi8(static_cast<char>(x))}; }
+TRICORN_INLINE Q load_bytes(const uint8_t* p) {
+    return {_mm512_loadu_si512(p)};
+}
+TRICORN_INLINE void store_bytes(uint8_t* p, Q a) {
+    _mm512_storeu_si512(p, a.v);
+}
+TRICORN_INLINE Q set_bytes(int x) {
+    return {_mm512_set1_epi8(static_cast<char>(x))};
+}
 TRICORN_INLINE Q spread_byte(Q a, int offset) {  // byte offset / 64 of each lane, four times
     return {_mm512_shuffle_epi8(a.v, _mm512_load_si512(spread_controls.bytes + offset))};
 }
-TRICORN_INLINE Q operator&(Q a, Q b) { return {_mm512_and_si512(a.v, b.v)}; }
-TRICORN_INLINE Q operator|(Q a, Q b) { return {_mm512_or_si512(a.v, b.v)}; }
+TRICORN_INLINE Q operator&(Q a, Q b) {
+    return {_mm512_and_si512(a.v, b.v)};
+}
+TRICORN_INLINE Q operator|(Q a, Q b) {
+    return {_mm512_or_si512(a.v, b.v)};
+}
 template <int n>
 TRICORN_INLINE Q shift_right(Q a) {  // bits cross into the neighbour byte: mask afterwards
     if constexpr (n >= 0)
@@ -137,9 +188,12 @@ TRICORN_INLINE Q shift_right(Q a) {  // bits cross into the neighbour byte: mask
     else
         return {_mm512_slli_epi16(a.v, -n)};
 }
-TRICORN_INLINE Q shift_right_by(Q a, int n) { return {_mm512_srl_epi16(a.v, _mm_cvtsi32_si128(n))}; }
+TRICORN_INLINE Q shift_right_by(Q a, int n) {
+    return {_mm512_srl_epi16(a.v, _mm_cvtsi32_si128(n))};
+}
 
-// acc + the dot product, in each lane, of four unsigned bytes with the four signed bytes at `four` (the same for all lanes). Exact.
+// acc + the dot product, in each lane, of four unsigned bytes with the four signed bytes at `four` (the same for all
+// lanes). Exact.
 template <bool wide>  // wide: the weights use all eight bits
 TRICORN_INLINE I dot_bytes(I acc, Q weights, const int8_t* four) {
     int32_t broadcast;
@@ -152,9 +206,15 @@ TRICORN_INLINE F dot_bf16(F acc, const uint16_t* weights, const uint16_t* pair) 
     std::memcpy(&broadcast, pair, 4);
     return {_mm512_dpbf16_ps(acc.v, (__m512bh)_mm512_loadu_si512(weights), (__m512bh)_mm512_set1_epi32(broadcast))};
 }
-TRICORN_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
-TRICORN_INLINE __m256 upper(F a) { return _mm512_extractf32x8_ps(a.v, 1); }
-TRICORN_INLINE __m256 lower(F a) { return _mm512_castps512_ps256(a.v); }
+TRICORN_INLINE void prefetch(const void* p) {
+    _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1);
+}
+TRICORN_INLINE __m256 upper(F a) {
+    return _mm512_extractf32x8_ps(a.v, 1);
+}
+TRICORN_INLINE __m256 lower(F a) {
+    return _mm512_castps512_ps256(a.v);
+}
 TRICORN_INLINE int first_at_least(F a, F b) {  // the first lane in which a >= b, or 16
     return __builtin_ctz(_mm512_cmp_ps_mask(a.v, b.v, _CMP_GE_OQ) | 0x10000u);
 }
@@ -174,14 +234,22 @@ struct Mask {
     __m256i lo, hi;
 };
 
-TRICORN_INLINE F set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
-TRICORN_INLINE F zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
-TRICORN_INLINE F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+TRICORN_INLINE F set(float x) {
+    return {_mm256_set1_ps(x), _mm256_set1_ps(x)};
+}
+TRICORN_INLINE F zero() {
+    return {_mm256_setzero_ps(), _mm256_setzero_ps()};
+}
+TRICORN_INLINE F load(const float* p) {
+    return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)};
+}
 TRICORN_INLINE void store(float* p, F a) {
     _mm256_storeu_ps(p, a.lo);
     _mm256_storeu_ps(p + 8, a.hi);
 }
-TRICORN_INLINE __m128i load_half(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+TRICORN_INLINE __m128i load_half(const void* p) {
+    return _mm_loadu_si128(static_cast<const __m128i*>(p));
+}
 TRICORN_INLINE F load_f16(const uint16_t* p) {
     return {_mm256_cvtph_ps(load_half(p)), _mm256_cvtph_ps(load_half(p + 8))};
 }
@@ -194,19 +262,37 @@ TRICORN_INLINE F load_bf16(const uint16_t* p) {
     __m256i hi = _mm256_slli_epi32(_mm256_cvtepu16_epi32(load_half(p + 8)), 16);
     return {_mm256_castsi256_ps(lo), _mm256_castsi256_ps(hi)};
 }
-TRICORN_INLINE F operator+(F a, F b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
-TRICORN_INLINE F operator-(F a, F b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
-TRICORN_INLINE F operator*(F a, F b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
-TRICORN_INLINE F operator/(F a, F b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
-TRICORN_INLINE F fma(F a, F b, F c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
-TRICORN_INLINE F max(F a, F b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
-TRICORN_INLINE F min(F a, F b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }
+TRICORN_INLINE F operator+(F a, F b) {
+    return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)};
+}
+TRICORN_INLINE F operator-(F a, F b) {
+    return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)};
+}
+TRICORN_INLINE F operator*(F a, F b) {
+    return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)};
+}
+TRICORN_INLINE F operator/(F a, F b) {
+    return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)};
+}
+TRICORN_INLINE F fma(F a, F b, F c) {
+    return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
+TRICORN_INLINE F max(F a, F b) {
+    return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)};
+}
+TRICORN_INLINE F min(F a, F b) {
+    return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)};
+}
 TRICORN_INLINE F abs(F a) {
     __m256 sign = _mm256_set1_ps(-0.0f);
     return {_mm256_andnot_ps(sign, a.lo), _mm256_andnot_ps(sign, a.hi)};
 }
-TRICORN_INLINE I round_to_int(F a) { return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)}; }
-TRICORN_INLINE F to_float(I a) { return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)}; }
+TRICORN_INLINE I round_to_int(F a) {
+    return {_mm256_cvtps_epi32(a.lo), _mm256_cvtps_epi32(a.hi)};
+}
+TRICORN_INLINE F to_float(I a) {
+    return {_mm256_cvtepi32_ps(a.lo), _mm256_cvtepi32_ps(a.hi)};
+}
 TRICORN_INLINE F times_power_of_two(F a, I n) {
     __m256i bias = _mm256_set1_epi32(127);
     return a * F{_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(n.lo, bias), 23)),
@@ -223,10 +309,18 @@ TRICORN_INLINE F select(Mask m, F yes, F no) {
             _mm256_blendv_ps(no.hi, yes.hi, _mm256_castsi256_ps(m.hi))};
 }
 
-TRICORN_INLINE I zero_int() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-TRICORN_INLINE I set_int(int x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
-TRICORN_INLINE I operator+(I a, I b) { return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)}; }
-TRICORN_INLINE I operator*(I a, I b) { return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)}; }
+TRICORN_INLINE I zero_int() {
+    return {_mm256_setzero_si256(), _mm256_setzero_si256()};
+}
+TRICORN_INLINE I set_int(int x) {
+    return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)};
+}
+TRICORN_INLINE I operator+(I a, I b) {
+    return {_mm256_add_epi32(a.lo, b.lo), _mm256_add_epi32(a.hi, b.hi)};
+}
+TRICORN_INLINE I operator*(I a, I b) {
+    return {_mm256_mullo_epi32(a.lo, b.lo), _mm256_mullo_epi32(a.hi, b.hi)};
+}
 TRICORN_INLINE I load_u8(const uint8_t* p) {
     __m128i bytes = load_half(p);
     return {_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8))};
@@ -256,8 +350,12 @@ TRICORN_INLINE Q spread_byte(Q a, int offset) {
     __m256i control = _mm256_load_si256(reinterpret_cast<const __m256i*>(spread_controls.bytes + offset));
     return {_mm256_shuffle_epi8(a.lo, control), _mm256_shuffle_epi8(a.hi, control)};
 }
-TRICORN_INLINE Q operator&(Q a, Q b) { return {_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)}; }
-TRICORN_INLINE Q operator|(Q a, Q b) { return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)}; }
+TRICORN_INLINE Q operator&(Q a, Q b) {
+    return {_mm256_and_si256(a.lo, b.lo), _mm256_and_si256(a.hi, b.hi)};
+}
+TRICORN_INLINE Q operator|(Q a, Q b) {
+    return {_mm256_or_si256(a.lo, b.lo), _mm256_or_si256(a.hi, b.hi)};
+}
 template <int n>
 TRICORN_INLINE Q shift_right(Q a) {
     if constexpr (n >= 0)
@@ -298,11 +396,18 @@ TRICORN_INLINE F dot_bf16(F acc, const uint16_t* weights, const uint16_t* pair) 
     };
     return {half(acc.lo, weights), half(acc.hi, weights + 16)};
 }
-TRICORN_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
-TRICORN_INLINE __m256 upper(F a) { return a.hi; }
-TRICORN_INLINE __m256 lower(F a) { return a.lo; }
+TRICORN_INLINE void prefetch(const void* p) {
+    _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1);
+}
+TRICORN_INLINE __m256 upper(F a) {
+    return a.hi;
+}
+TRICORN_INLINE __m256 lower(F a) {
+    return a.lo;
+}
 TRICORN_INLINE int first_at_least(F a, F b) {
-    int lo = _mm256_movemask_ps(_mm256_cmp_ps(a.lo, b.lo, _CMP_GE_OQ)), hi = _mm256_movemask_ps(_mm256_cmp_ps(a.hi, b.hi, _CMP_GE_OQ));
+    int lo = _mm256_movemask_ps(_mm256_cmp_ps(a.lo, b.lo, _CMP_GE_OQ)),
+        hi = _mm256_movemask_ps(_mm256_cmp_ps(a.hi, b.hi, _CMP_GE_OQ));
     return __builtin_ctz(static_cast<unsigned>(lo | hi << 8) | 0x10000u);
 }
 
@@ -351,10 +456,18 @@ TRICORN_INLINE T copy_in(const void* p) {
     return t;
 }
 
-TRICORN_INLINE F set(float x) { return {x - Vector<float, lanes>{}}; }
-TRICORN_INLINE F zero() { return set(0); }
-TRICORN_INLINE F load(const float* p) { return copy_in<F>(p); }
-TRICORN_INLINE void store(float* p, F a) { std::memcpy(p, &a, sizeof a); }
+TRICORN_INLINE F set(float x) {
+    return {x - Vector<float, lanes>{}};
+}
+TRICORN_INLINE F zero() {
+    return set(0);
+}
+TRICORN_INLINE F load(const float* p) {
+    return copy_in<F>(p);
+}
+TRICORN_INLINE void store(float* p, F a) {
+    std::memcpy(p, &a, sizeof a);
+}
 TRICORN_INLINE F load_f16(const uint16_t* p) {
     F r;
     for (int i = 0; i < lanes; ++i) r.v[i] = half_to_float(p[i]);
@@ -368,19 +481,37 @@ TRICORN_INLINE F load_bf16(const uint16_t* p) {
     for (int i = 0; i < lanes; ++i) r.v[i] = bf16_to_float(p[i]);
     return r;
 }
-TRICORN_INLINE F operator+(F a, F b) { return {a.v + b.v}; }
-TRICORN_INLINE F operator-(F a, F b) { return {a.v - b.v}; }
-TRICORN_INLINE F operator*(F a, F b) { return {a.v * b.v}; }
-TRICORN_INLINE F operator/(F a, F b) { return {a.v / b.v}; }
-TRICORN_INLINE F fma(F a, F b, F c) { return {a.v * b.v + c.v}; }  // two roundings: a fused one is slow without the instruction
-TRICORN_INLINE F max(F a, F b) { return {a.v > b.v ? a.v : b.v}; }
-TRICORN_INLINE F min(F a, F b) { return {a.v < b.v ? a.v : b.v}; }
-TRICORN_INLINE F abs(F a) { return {a.v < 0 ? -a.v : a.v}; }
+TRICORN_INLINE F operator+(F a, F b) {
+    return {a.v + b.v};
+}
+TRICORN_INLINE F operator-(F a, F b) {
+    return {a.v - b.v};
+}
+TRICORN_INLINE F operator*(F a, F b) {
+    return {a.v * b.v};
+}
+TRICORN_INLINE F operator/(F a, F b) {
+    return {a.v / b.v};
+}
+TRICORN_INLINE F fma(F a, F b, F c) {
+    return {a.v * b.v + c.v};
+}  // two roundings: a fused one is slow without the instruction
+TRICORN_INLINE F max(F a, F b) {
+    return {a.v > b.v ? a.v : b.v};
+}
+TRICORN_INLINE F min(F a, F b) {
+    return {a.v < b.v ? a.v : b.v};
+}
+TRICORN_INLINE F abs(F a) {
+    return {a.v < 0 ? -a.v : a.v};
+}
 TRICORN_INLINE I round_to_int(F a) {  // to nearest even, for |a| < 2^22: the adder does the rounding
     F big = set(12582912.0f);
     return {__builtin_convertvector((a + big - big).v, Vector<int32_t, lanes>)};
 }
-TRICORN_INLINE F to_float(I a) { return {__builtin_convertvector(a.v, Vector<float, lanes>)}; }
+TRICORN_INLINE F to_float(I a) {
+    return {__builtin_convertvector(a.v, Vector<float, lanes>)};
+}
 TRICORN_INLINE F times_power_of_two(F a, I n) {
     auto power = (n.v + 127) << 23;
     return a * copy_in<F>(&power);
@@ -389,30 +520,50 @@ TRICORN_INLINE Mask between(int first, int last) {
     Vector<int32_t, lanes> lane{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     return {(lane >= first) & (lane < last)};
 }
-TRICORN_INLINE F select(Mask m, F yes, F no) { return {m.v ? yes.v : no.v}; }
-TRICORN_INLINE I set_int(int x) { return {x - Vector<int32_t, lanes>{}}; }
-TRICORN_INLINE I zero_int() { return set_int(0); }
-TRICORN_INLINE I operator+(I a, I b) { return {a.v + b.v}; }
-TRICORN_INLINE I operator*(I a, I b) { return {a.v * b.v}; }
+TRICORN_INLINE F select(Mask m, F yes, F no) {
+    return {m.v ? yes.v : no.v};
+}
+TRICORN_INLINE I set_int(int x) {
+    return {x - Vector<int32_t, lanes>{}};
+}
+TRICORN_INLINE I zero_int() {
+    return set_int(0);
+}
+TRICORN_INLINE I operator+(I a, I b) {
+    return {a.v + b.v};
+}
+TRICORN_INLINE I operator*(I a, I b) {
+    return {a.v * b.v};
+}
 TRICORN_INLINE I load_u8(const uint8_t* p) {
-    return {__builtin_convertvector((copy_in<Vector<uint8_t, lanes>>(p)), Vector<int32_t, lanes>)};
+    return {__builtin_convertvector((copy_in<Vector<uint8_t, lanes> >(p)), Vector<int32_t, lanes>)};
 }
 TRICORN_INLINE I load_s8(const uint8_t* p) {
-    return {__builtin_convertvector((copy_in<Vector<int8_t, lanes>>(p)), Vector<int32_t, lanes>)};
+    return {__builtin_convertvector((copy_in<Vector<int8_t, lanes> >(p)), Vector<int32_t, lanes>)};
 }
 TRICORN_INLINE void store_s8(int8_t* p, I a) {  // the values are within [-127, 127]
     auto bytes = __builtin_convertvector(a.v, Vector<int8_t, lanes>);
     std::memcpy(p, &bytes, sizeof bytes);
 }
-TRICORN_INLINE Q load_bytes(const uint8_t* p) { return copy_in<Q>(p); }
-TRICORN_INLINE void store_bytes(uint8_t* p, Q a) { std::memcpy(p, &a, sizeof a); }
+TRICORN_INLINE Q load_bytes(const uint8_t* p) {
+    return copy_in<Q>(p);
+}
+TRICORN_INLINE void store_bytes(uint8_t* p, Q a) {
+    std::memcpy(p, &a, sizeof a);
+}
 TRICORN_INLINE Q spread_byte(Q a, int offset) {
-    auto spread = (copy_in<Vector<uint32_t, lanes>>(&a) >> (offset / 8) & 255) * 0x01010101u;
+    auto spread = (copy_in<Vector<uint32_t, lanes> >(&a) >> (offset / 8) & 255) * 0x01010101u;
     return copy_in<Q>(&spread);
 }
-TRICORN_INLINE Q set_bytes(int x) { return {static_cast<uint8_t>(x) - Vector<uint8_t, 4 * lanes>{}}; }
-TRICORN_INLINE Q operator&(Q a, Q b) { return {a.v & b.v}; }
-TRICORN_INLINE Q operator|(Q a, Q b) { return {a.v | b.v}; }
+TRICORN_INLINE Q set_bytes(int x) {
+    return {static_cast<uint8_t>(x) - Vector<uint8_t, 4 * lanes>{}};
+}
+TRICORN_INLINE Q operator&(Q a, Q b) {
+    return {a.v & b.v};
+}
+TRICORN_INLINE Q operator|(Q a, Q b) {
+    return {a.v | b.v};
+}
 template <int n>
 TRICORN_INLINE Q shift_right(Q a) {
     if constexpr (n >= 0)
@@ -420,15 +571,17 @@ TRICORN_INLINE Q shift_right(Q a) {
     else
         return {a.v << -n};
 }
-TRICORN_INLINE Q shift_right_by(Q a, int n) { return {a.v >> static_cast<uint8_t>(n)}; }
+TRICORN_INLINE Q shift_right_by(Q a, int n) {
+    return {a.v >> static_cast<uint8_t>(n)};
+}
 template <bool wide>
 TRICORN_INLINE I dot_bytes(I acc, Q weights, const int8_t* four) {
-    auto w = copy_in<Vector<uint32_t, lanes>>(&weights);
+    auto w = copy_in<Vector<uint32_t, lanes> >(&weights);
     auto byte = [&](int shift) { return __builtin_convertvector((w >> shift) & 255, Vector<int32_t, lanes>); };
     return {acc.v + byte(0) * four[0] + byte(8) * four[1] + byte(16) * four[2] + byte(24) * four[3]};
 }
 TRICORN_INLINE F dot_bf16(F acc, const uint16_t* weights, const uint16_t* pair) {
-    auto w = copy_in<Vector<uint32_t, lanes>>(weights);
+    auto w = copy_in<Vector<uint32_t, lanes> >(weights);
     auto even = w << 16, odd = w & 0xffff0000u;
     acc = fma(copy_in<F>(&even), set(bf16_to_float(pair[0])), acc);
     return fma(copy_in<F>(&odd), set(bf16_to_float(pair[1])), acc);
@@ -465,10 +618,12 @@ TRICORN_INLINE float reduce(F a, Wide wide, Narrow narrow) {
     return _mm_cvtss_f32(narrow(two, _mm_movehdup_ps(two)));
 }
 TRICORN_INLINE float sum_lanes(F a) {
-    return reduce(a, [](__m256 x, __m256 y) { return _mm256_add_ps(x, y); }, [](__m128 x, __m128 y) { return _mm_add_ps(x, y); });
+    return reduce(
+        a, [](__m256 x, __m256 y) { return _mm256_add_ps(x, y); }, [](__m128 x, __m128 y) { return _mm_add_ps(x, y); });
 }
 TRICORN_INLINE float max_lanes(F a) {
-    return reduce(a, [](__m256 x, __m256 y) { return _mm256_max_ps(x, y); }, [](__m128 x, __m128 y) { return _mm_max_ps(x, y); });
+    return reduce(
+        a, [](__m256 x, __m256 y) { return _mm256_max_ps(x, y); }, [](__m128 x, __m128 y) { return _mm_max_ps(x, y); });
 }
 #endif
 
@@ -494,7 +649,9 @@ TRICORN_INLINE F tanh(F x) {  // 1 - 2 / (e^2x + 1)
     x = max(min(x, set(20.0f)), set(-20.0f));
     return set(1.0f) - set(2.0f) / (exp(x + x) + set(1.0f));
 }
-TRICORN_INLINE F silu(F x) { return x / (set(1.0f) + exp(set(0.0f) - x)); }
+TRICORN_INLINE F silu(F x) {
+    return x / (set(1.0f) + exp(set(0.0f) - x));
+}
 TRICORN_INLINE F gelu_tanh(F x) {
     F inner = set(0.7978845608028654f) * fma(set(0.044715f) * x * x, x, x);
     return set(0.5f) * x * (set(1.0f) + tanh(inner));

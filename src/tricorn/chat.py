@@ -12,7 +12,8 @@ from tricorn.request import SamplingParams, TricornError
 
 
 def converse(model: str, system: str | None, temperature: float, max_tokens: int, threads: int | None) -> None:
-    """Reads questions from standard input and streams the answers until the input ends. Raises TricornError when the model cannot start."""
+    """Reads questions from standard input and streams the answers until the input ends. Raises TricornError when the
+    model cannot start."""
     console = Console(highlight=False)
     beginning: list[Message] = [{"role": "system", "content": system}] if system else []
     with LLM(model, threads=threads) as llm:

@@ -29,7 +29,8 @@ ModelOption = Annotated[str, typer.Option("--model", help="What `tricorn serve` 
 Threads = Annotated[int | None, typer.Option(help="Threads of the engine. [default: the processors it may use]")]
 KvType = Annotated[Literal["f16", "bf16", "f32"], typer.Option(help="Type of the KV cache.")]
 KvBytes = Annotated[
-    str | None, typer.Option(help="Size of the KV pool, such as 512M or 2G. [default: a quarter of free memory, at most 4G]")
+    str | None,
+    typer.Option(help="Size of the KV pool, such as 512M or 2G. [default: a quarter of free memory, at most 4G]"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
@@ -50,7 +51,8 @@ def serve(
     max_waiting: Annotated[int, typer.Option(help="Sequences that may wait; more are refused with 429.", min=0)] = 256,
     drain_timeout: Annotated[float, typer.Option(help="Seconds that streams may go on after SIGTERM.", min=0)] = 10.0,
     executor: Annotated[
-        Literal["native", "reference"], typer.Option(help="The reference one is NumPy in float32: slow, obviously right.")
+        Literal["native", "reference"],
+        typer.Option(help="The reference one is NumPy in float32: slow, obviously right."),
     ] = "native",
 ) -> None:
     """Serve a model over an OpenAI-compatible API; fetches and compiles it first when needed."""
@@ -63,7 +65,13 @@ def serve(
         name=name or _short(model), host=host, port=port, max_waiting=max_waiting, drain_seconds=drain_timeout
     )
     engine = _engine_options(
-        path, threads, kv_type, kv_bytes, max_sequences=max_sequences, max_batched_tokens=max_batched_tokens, executor=executor
+        path,
+        threads,
+        kv_type,
+        kv_bytes,
+        max_sequences=max_sequences,
+        max_batched_tokens=max_batched_tokens,
+        executor=executor,
     )
     raise typer.Exit(run(options, engine))
 
@@ -266,7 +274,9 @@ def _numbers(option: str, text: str) -> list[int]:
 
 
 def _short(model: str) -> str:
-    return Path(model).stem if model.endswith((".gguf", ".tricorn")) else Path(model).name if "/" not in model else model
+    return (
+        Path(model).stem if model.endswith((".gguf", ".tricorn")) else Path(model).name if "/" not in model else model
+    )
 
 
 def _facts(builtin: object) -> dict[str, object]:

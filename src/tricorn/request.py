@@ -72,7 +72,8 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Natural-log probabilities at one position: of the token itself, its rank (1 is the best), and the best alternatives."""
+    """Natural-log probabilities at one position: of the token itself, its rank (1 is the best), and the best
+    alternatives."""
 
     logprob: float
     rank: int

@@ -18,7 +18,8 @@ from tricorn.request import Request, SamplingParams
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One run: `batch` prompts of `prompt` tokens, each with `output` tokens, all at once. Rates are tokens per second of all sequences
+    """One run: `batch` prompts of `prompt` tokens, each with `output` tokens, all at once. Rates are tokens per
+    second of all sequences
     together; the shares are of what the machine's limits, measured in the same run, would allow."""
 
     batch: int
@@ -41,7 +42,8 @@ def measure(
     output: int,
     told: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
-    """Runs each batch size once after a warm-up. Prompts are random ids, different in each run, so that nothing is cached."""
+    """Runs each batch size once after a warm-up. Prompts are random ids, different in each run, so that nothing is
+    cached."""
     executor, info = open_executor(options)
     random = np.random.default_rng(0)
     limits = _Limits(file, machine, options.kv_type)
@@ -114,7 +116,8 @@ class _Limits:
         return batch * (prompt * self.token_seconds + self.head_seconds)
 
     def decode_seconds(self, batch: int, prompt: int, output: int) -> float:
-        """Each step reads every weight and every cached token once, and multiplies `batch` rows: the slower of the two binds."""
+        """Each step reads every weight and every cached token once, and multiplies `batch` rows: the slower of the
+        two binds."""
         steps = output - 1
         context = prompt + output / 2
         reading = (self.bytes + batch * context * self.kv_bytes) / self.read

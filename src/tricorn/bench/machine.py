@@ -11,7 +11,8 @@ from tricorn.compiler import instruction_set
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What all threads together reach: GB/s read from memory, Gop/s and Gflop/s of multiply-adds (two operations each)."""
+    """What all threads together reach: GB/s read from memory, Gop/s and Gflop/s of multiply-adds (two operations
+    each)."""
 
     threads: int
     read_gb_s: float

@@ -27,7 +27,8 @@ WINDOW = 250
 
 
 class Quality(msgspec.Struct, frozen=True):
-    """Over `positions` positions: mean KL divergence from the reference in nats, share of equal best tokens, perplexities."""
+    """Over `positions` positions: mean KL divergence from the reference in nats, share of equal best tokens,
+    perplexities."""
 
     model: str
     positions: int
@@ -67,7 +68,8 @@ def text_windows(file: EngineFile, positions: int) -> list[list[int]]:
 
 
 def compare(ours: F32, theirs: F32, ids: list[int]) -> F64:
-    """Sums over the positions that predict a token of `ids`: KL(theirs || ours), equal best tokens, -log p of ours and of theirs."""
+    """Sums over the positions that predict a token of `ids`: KL(theirs || ours), equal best tokens, -log p of ours
+    and of theirs."""
     targets = np.array(ids[1:])
     at = np.arange(len(targets))
     own, reference = _log_softmax(ours[:-1]), _log_softmax(theirs[:-1])

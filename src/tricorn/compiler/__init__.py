@@ -27,7 +27,8 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a build made: sizes in bytes, operations of the graph and of the plan, and the peak of buffers for 512 tokens and 64 rows."""
+    """What a build made: sizes in bytes, operations of the graph and of the plan, and the peak of buffers for 512
+    tokens and 64 rows."""
 
     path: Path
     source_bytes: int
@@ -38,7 +39,8 @@ class Summary:
 
 
 def instruction_set() -> str:
-    """The best instruction set of this processor, or the one that TRICORN_ISA names. Raises TricornError when it cannot run here."""
+    """The best instruction set of this processor, or the one that TRICORN_ISA names. Raises TricornError when it
+    cannot run here."""
     from tricorn import _native
 
     available: list[str] = _native.instruction_sets()
@@ -95,7 +97,9 @@ def _sources(plan: Plan, checkpoint: Checkpoint) -> list[tuple[str, Tensor]]:
     for op in plan.ops:
         for name in (*(s.weight for s in op.segments), op.weight, op.bias, op.q_norm, op.k_norm):
             if name is not None and name not in names:
-                names[name] = checkpoint.tensors[name] if name in checkpoint.tensors else _joined(name, plan, checkpoint)
+                names[name] = (
+                    checkpoint.tensors[name] if name in checkpoint.tensors else _joined(name, plan, checkpoint)
+                )
     return list(names.items())
 
 
@@ -111,7 +115,9 @@ def _joined(name: str, plan: Plan, checkpoint: Checkpoint) -> Tensor:
     for _, weight in sorted(parts):
         rows = checkpoint.tensors[weight].shape[0]
         bias = weight.removesuffix(".weight") + ".bias"
-        values.append(checkpoint.tensors[bias].dequantize() if bias in checkpoint.tensors else np.zeros(rows, np.float32))
+        values.append(
+            checkpoint.tensors[bias].dequantize() if bias in checkpoint.tensors else np.zeros(rows, np.float32)
+        )
     assert op.bias == name
     return from_float32(np.concatenate(values))
 
@@ -138,7 +144,8 @@ def engine_path(model: str, checkpoint: Checkpoint) -> Path:
 
 
 def ensure(model: str, progress: bool = True) -> Path:
-    """The engine file of a model: an alias, hub id, folder, .gguf file, or an engine file itself. Builds it into the cache when missing."""
+    """The engine file of a model: an alias, hub id, folder, .gguf file, or an engine file itself. Builds it into the
+    cache when missing."""
     from tricorn.compiler.report import build_with_progress
 
     source = hub.resolve(model, progress)
@@ -151,4 +158,14 @@ def ensure(model: str, progress: bool = True) -> Path:
     return path
 
 
-__all__ = ["EngineFile", "Header", "Summary", "TensorEntry", "build", "engine_path", "ensure", "instruction_set", "peak_buffers"]
+__all__ = [
+    "EngineFile",
+    "Header",
+    "Summary",
+    "TensorEntry",
+    "build",
+    "engine_path",
+    "ensure",
+    "instruction_set",
+    "peak_buffers",
+]

@@ -1,4 +1,5 @@
-"""The engine file: everything that serving a model needs, in one file that is mapped, not read. `docs/engine-file.md` describes it.
+"""The engine file: everything that serving a model needs, in one file that is mapped, not read. `docs/engine-file.md`
+describes it.
 
     0   8 bytes  b"TRICORN" and a zero byte
     8   u32      format version
@@ -22,6 +23,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 import numpy as np
@@ -84,7 +86,8 @@ class EngineFile:
 
     @classmethod
     def open(cls, path: Path, *, check_body: bool = True) -> EngineFile:
-        """Maps a file and checks it. Raises TricornError when it is missing, foreign, of another version, truncated or corrupt."""
+        """Maps a file and checks it. Raises TricornError when it is missing, foreign, of another version, truncated
+        or corrupt."""
         path = Path(path)
         remedy = "build it again with: tricorn build"
         try:
@@ -102,8 +105,8 @@ class EngineFile:
         except OSError as error:
             raise TricornError(f"{path}: cannot open the engine file: {error.strerror}") from None
         raw = mapped[64 : 64 + header_bytes]
-        if xxhash.xxh3_64_intdigest(raw) != header_sum or (
-            check_body and xxhash.xxh3_64_intdigest(mapped[body:]) != body_sum
+        if xxhash.xxh3_64_intdigest(raw.data) != header_sum or (
+            check_body and xxhash.xxh3_64_intdigest(mapped[body:].data) != body_sum
         ):
             raise TricornError(f"{path}: corrupt (its checksum does not fit its content); {remedy}")
         try:
@@ -156,7 +159,8 @@ def layout(tensors: Iterable[tuple[str, Packed]]) -> Iterator[TensorEntry]:
 
 
 def write(path: Path, header: Header, tensors: Iterable[Packed]) -> int:
-    """Writes the file under a temporary name, then renames it; returns its size in bytes. `tensors` come in the header's order.
+    """Writes the file under a temporary name, then renames it; returns its size in bytes. `tensors` come in the
+    header's order.
 
     Raises TricornError when there is no room or no permission; nothing is left behind then.
     """
@@ -181,7 +185,7 @@ def write(path: Path, header: Header, tensors: Iterable[Packed]) -> int:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[object]:
+def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file that takes its name only when it is whole."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -192,7 +196,9 @@ def replacing(path: Path) -> Iterator[object]:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        raise TricornError(f"{path}: cannot write the engine file: {error.strerror}; free some room or choose another place") from None
+        raise TricornError(
+            f"{path}: cannot write the engine file: {error.strerror}; free some room or choose another place"
+        ) from None
     finally:
         with suppress(OSError):  # not there: renamed, or never made
             temporary.unlink()

@@ -1,9 +1,13 @@
 """Packing: a tensor as the kernels want it, without losing a bit of it.
 
-Sixteen rows of a matrix make a block; `docs/engine-file.md` draws it. Integer types keep their scales and offsets as they are: the planes
-of a block are its scales, offsets, inner scales and inner offsets (as far as the type has them, padded together to 64 bytes), then
-the quants, group after group of 32 columns. In a group, the low four bits of column 4j+b and column 16+4j+b share the byte
-[j][row][b]; a fifth bit lies in a plane of bytes [row][b] whose bit s belongs to column 4s+b, a fifth and sixth in two planes likewise.
+Sixteen rows of a matrix make a block; `docs/engine-file.md` draws it. Integer types keep their scales and offsets as
+they are: the planes
+of a block are its scales, offsets, inner scales and inner offsets (as far as the type has them, padded together to 64
+bytes), then
+the quants, group after group of 32 columns. In a group, the low four bits of column 4j+b and column 16+4j+b share the
+byte
+[j][row][b]; a fifth bit lies in a plane of bytes [row][b] whose bit s belongs to column 4s+b, a fifth and sixth in
+two planes likewise.
 """
 
 from __future__ import annotations
@@ -50,7 +54,9 @@ def pack_matrix(name: str, tensor: Tensor) -> Packed:
     """Raises TricornError when the columns do not fill whole groups of 32."""
     rows, columns = tensor.shape
     if columns % GROUP:
-        raise TricornError(f"the tensor {name!r} has {columns} columns; the native executor needs a multiple of {GROUP}")
+        raise TricornError(
+            f"the tensor {name!r} has {columns} columns; the native executor needs a multiple of {GROUP}"
+        )
     raw = np.ascontiguousarray(tensor.data).reshape(rows, -1)
     missing = -rows % ROWS
     if missing:
@@ -61,11 +67,10 @@ def pack_matrix(name: str, tensor: Tensor) -> Packed:
 
 
 def unpack_matrix(packed: Packed) -> NDArray[np.float32]:
-    """The float32 values [rows, columns] of a packed matrix, bit for bit those of the source: the proof of the packing."""
-    if packed.type in _UNPACK_FLOATS:
-        values = _UNPACK_FLOATS[packed.type](packed.data)
-    else:
-        values = _unpack_integers(packed)
+    """The float32 values [rows, columns] of a packed matrix, bit for bit those of the source: the proof of the
+    packing."""
+    unpack = _UNPACK_FLOATS.get(packed.type)
+    values = unpack(packed.data) if unpack else _unpack_integers(packed)
     return values.reshape(-1, packed.columns)[: packed.rows]
 
 
@@ -143,7 +148,7 @@ def _lanes(field: U8) -> U8:
 
 def _inner_scales(type_name: str, field: U8) -> list[U8]:
     """The small scales (and offsets) of a K-quant as bytes, [blocks, group (or half group), row]."""
-    n, rows, supers, _ = field.shape
+    n, rows = field.shape[:2]
     if type_name == "Q6_K":
         parts = [field]
     else:  # eight 6-bit scales and offsets in twelve bytes
@@ -160,14 +165,14 @@ def _quants(type_name: str, fields: Fields, source: U8) -> U8:
     if type_name in ("Q4_0", "Q4_1", "Q5_0", "Q5_1"):  # nibbles are paired as we want them
         nibbles = low.reshape(n, rows, -1, 4, 4)
         high = source[..., slice(*fields.high)].view(np.uint32) if fields.high else None
-        top = None if high is None else ((high >> np.arange(32, dtype=np.uint32)) & 1).astype(np.uint8)
+        top: U8 | None = None if high is None else ((high >> np.arange(32, dtype=np.uint32)) & 1).astype(np.uint8)
     else:
         q = _columns(type_name, fields, source)  # [n, rows, groups, 32]
         if fields.bits == 8:
             return np.ascontiguousarray(q.reshape(n, rows, -1, 8, 4).transpose(0, 2, 3, 1, 4)).reshape(n, -1)
         halves = q.reshape(n, rows, -1, 2, 4, 4)
-        nibbles = (halves[..., 0, :, :] & 15) | (halves[..., 1, :, :] << 4)
-        top = q >> 4 if fields.bits > 4 else None
+        nibbles = np.asarray((halves[..., 0, :, :] & 15) | (halves[..., 1, :, :] << 4), np.uint8)
+        top = np.asarray(q >> 4, np.uint8) if fields.bits > 4 else None
     planes = [nibbles.transpose(0, 2, 3, 1, 4).reshape(n, nibbles.shape[2], -1)]
     if top is not None:
         planes.append(_high_planes(top.reshape(n, rows, -1, GROUP), fields.bits - 4))
@@ -195,7 +200,7 @@ def _columns(type_name: str, fields: Fields, source: U8) -> U8:
         nibbles = np.concatenate((quarter & 15, quarter >> 4), axis=4).reshape(n, rows, supers, 2, 4, 32)
         high = source[..., slice(*(fields.high or (0, 0)))].reshape(n, rows, supers, 2, 1, 32)
         shifts = np.array([0, 2, 4, 6], np.uint8).reshape(4, 1)
-        return (nibbles | ((high >> shifts & 3) << 4)).reshape(n, rows, -1, GROUP)
+        return np.asarray(nibbles | ((high >> shifts & 3) << 4), np.uint8).reshape(n, rows, -1, GROUP)
     chunks = low.reshape(n, rows, supers, 4, 1, 32)
     q = np.concatenate((chunks & 15, chunks >> 4), axis=4).reshape(n, rows, supers, 8, 32)
     if fields.high:

@@ -29,9 +29,16 @@ MOST_HEAD_DIM = 512
 
 
 def compile_graph(graph: Graph, types: Mapping[str, str]) -> Plan:
-    """The plan of a graph whose weights have the given types. Raises TricornError for what the native executor cannot run."""
+    """The plan of a graph whose weights have the given types. Raises TricornError for what the native executor cannot
+    run."""
     nodes: Nodes = list(graph.nodes)
-    passes: list[Callable[[Nodes], Nodes]] = [merge_projections, fuse_gates, gather_sampled, fold_softcap, fold_residuals]
+    passes: list[Callable[[Nodes], Nodes]] = [
+        merge_projections,
+        fuse_gates,
+        gather_sampled,
+        fold_softcap,
+        fold_residuals,
+    ]
     for a_pass in passes:
         nodes = a_pass(nodes)
     return _Lowering(graph, nodes, types).plan()
@@ -266,7 +273,9 @@ class _Lowering:
     def _gated(self, node: Node) -> None:
         kinds = {kind_of(self.types[w]) for w in node.weights}
         if len(kinds) > 1:
-            raise TricornError(f"cannot compile: {node.weights[0]!r} and {node.weights[1]!r} have types of different kinds")
+            raise TricornError(
+                f"cannot compile: {node.weights[0]!r} and {node.weights[1]!r} have types of different kinds"
+            )
         source = self.index[node.inputs[0], kinds.pop()]
         (kind,) = self.wanted(node.output)
         out = self.buffer(node.output, kind, node.attrs["columns"])
@@ -295,7 +304,7 @@ class _Lowering:
 
 def plan_memory(buffers: list[Buffer], ops: list[Op], always: tuple[int, ...]) -> tuple[Buffer, ...]:
     """Gives buffers that are never alive together the same slot: first fit, in order of first use."""
-    first = {b: 0 for b in always}
+    first = dict.fromkeys(always, 0)
     last = {b: len(ops) for b in always}
     for i, op in enumerate(ops):
         for b in (op.input, op.out):

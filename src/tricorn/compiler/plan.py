@@ -1,4 +1,5 @@
-"""The plan: what the native executor runs. Buffers and fused operations, plain enough to be written into the engine file as JSON."""
+"""The plan: what the native executor runs. Buffers and fused operations, plain enough to be written into the engine
+file as JSON."""
 
 from __future__ import annotations
 
@@ -10,8 +11,10 @@ BufferKind = Literal["rows", "f32", "bf16", "q8"]
 
 
 class Buffer(msgspec.Struct, frozen=True):
-    """A matrix of one row per token (per sampled row where `sampled`). "rows" is plain float32; the other kinds are activations that
-    meet a matrix: "q8" is 8-bit integers with one scale per 32. Buffers of the same slot share memory and are never alive together."""
+    """A matrix of one row per token (per sampled row where `sampled`). "rows" is plain float32; the other kinds are
+    activations that
+    meet a matrix: "q8" is 8-bit integers with one scale per 32. Buffers of the same slot share memory and are never
+    alive together."""
 
     name: str
     kind: BufferKind
@@ -30,7 +33,8 @@ class Segment(msgspec.Struct, frozen=True, omit_defaults=True):
 class Op(msgspec.Struct, frozen=True, omit_defaults=True, rename={"input": "in"}):
     """One fused operation. `input` and `out` index the buffers; the weights are named.
 
-    norm        rms_norm, then quantized for the next product, or added to `out` (`add`); `gather` takes the sampled rows
+    norm        rms_norm, then quantized for the next product, or added to `out` (`add`); `gather` takes the sampled
+    rows
     linear      product with each segment, bias, soft cap, stored or added to `out`
     gated       gate(in . segments[0]) * (in . segments[1]), quantized
     rope_store  norms of q and k heads, rotation, and the write of k and v into the pages, in place on [q | k | v]
@@ -65,7 +69,8 @@ class RopeTable(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """`residual` and `logits` index the buffers: the plan begins with the embedding of the ids in the one and ends with the other."""
+    """`residual` and `logits` index the buffers: the plan begins with the embedding of the ids in the one and ends
+    with the other."""
 
     embedding: str
     embedding_scale: float

@@ -39,9 +39,11 @@ def describe(file: EngineFile, tensors: bool = False) -> str:
         f"{file.path}: {header.name} ({header.architecture}), compiled for {header.isa}",
         f"  {plan.layers} layers, {plan.heads} heads on {plan.kv_heads} of {plan.head_dim}, vocabulary {plan.vocab},"
         f" context {file.graph.context}",
-        f"  {len(file.mapped) / 1e6:.1f} MB: {len(header.tensors)} tensors {_types(file)}; source digest {header.digest[:12]}",
+        f"  {len(file.mapped) / 1e6:.1f} MB: {len(header.tensors)} tensors {_types(file)};"
+        f" source digest {header.digest[:12]}",
         f"  {len(file.graph.nodes)} operations of the graph in {len(plan.ops) + 1};"
-        f" buffers in {len({b.slot for b in plan.buffers})} slots, {compiler.peak_buffers(plan) / 1e6:.1f} MB for 512 tokens",
+        f" buffers in {len({b.slot for b in plan.buffers})} slots,"
+        f" {compiler.peak_buffers(plan) / 1e6:.1f} MB for 512 tokens",
         "",
         f"  {'embed':12} -> {plan.buffers[plan.residual].name}  [{plan.embedding}, x {plan.embedding_scale:g}]",
     ]
@@ -96,7 +98,11 @@ def _describe_op(op: Op, plan: Plan) -> str:
         "gate": op.gate if op.op == "gated" else "",
         "rows": "sampled" if op.gather else "",
     }
-    told = "".join(f", {key} {value:g}" if isinstance(value, float) else f", {key} {value}" for key, value in facts.items() if value)
+    told = "".join(
+        f", {key} {value:g}" if isinstance(value, float) else f", {key} {value}"
+        for key, value in facts.items()
+        if value
+    )
     arrow = "in place" if op.input == op.out else ("+=" if op.add else "->")
     target = "" if op.input == op.out else f" {out.name} ({out.kind} {out.columns})"
     short = ", ".join(name.removeprefix("model.").removesuffix(".weight") for name in weights)

@@ -39,9 +39,11 @@ class NativeHandle:
 
 
 class NativeExecutor:
-    """Runs the plan of an engine file with `threads` threads over a pool of `pages` pages of type `kv_type` (f16, bf16, f32).
+    """Runs the plan of an engine file with `threads` threads over a pool of `pages` pages of type `kv_type` (f16,
+    bf16, f32).
 
-    A step may hold up to `max_tokens` token rows and `max_rows` sampled rows. Raises TricornError when the file was compiled for an
+    A step may hold up to `max_tokens` token rows and `max_rows` sampled rows. Raises TricornError when the file was
+    compiled for an
     instruction set that this processor lacks, or memory is short.
     """
 
@@ -58,7 +60,9 @@ class NativeExecutor:
         header = engine.header
         available = _native.instruction_sets()
         if header.isa not in available:
-            raise TricornError(f"{engine.path}: compiled for {header.isa}, this processor runs {', '.join(available)}; build it again")
+            raise TricornError(
+                f"{engine.path}: compiled for {header.isa}, this processor runs {', '.join(available)}; build it again"
+            )
         _require_memory(page_bytes(engine, kv_type) * pages)
         try:
             self._native = _native.Executor(
@@ -73,7 +77,9 @@ class NativeExecutor:
                 cache=kv_type,
             )
         except (ValueError, MemoryError) as error:
-            raise TricornError(f"{engine.path}: {error or 'not enough memory for the KV pool and the buffers'}") from None
+            raise TricornError(
+                f"{engine.path}: {error or 'not enough memory for the KV pool and the buffers'}"
+            ) from None
         self.pages, self.vocab = pages, engine.plan.vocab
         self.max_tokens, self.max_rows = max_tokens, max_rows
 
@@ -84,7 +90,8 @@ class NativeExecutor:
             raise TricornError(str(error)) from None
 
     def forward(self, ids: list[int]) -> F32:
-        """The logits of every position of one sequence, float32 [len(ids), vocab]; overwrites the first pages of the pool.
+        """The logits of every position of one sequence, float32 [len(ids), vocab]; overwrites the first pages of the
+        pool.
 
         The twin of ReferenceExecutor.forward, for tests and measurements.
         """
@@ -118,4 +125,6 @@ class NativeExecutor:
 def _require_memory(pool: int) -> None:
     free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if pool > free:
-        raise TricornError(f"a KV pool of {pool >> 20} MiB does not fit this machine's {free >> 20} MiB; ask for less with --kv-bytes")
+        raise TricornError(
+            f"a KV pool of {pool >> 20} MiB does not fit this machine's {free >> 20} MiB; ask for less with --kv-bytes"
+        )

@@ -24,11 +24,15 @@ def _i32(*shape: int) -> I32:
 class Sampling:
     """How each of the R sampled rows chooses its token. All arrays have length R unless said otherwise.
 
-    `target` >= 0 reports the logprob of that given id instead of sampling (scoring a prompt). The random number of a row depends on
-    (`seed`, `position`) alone, `position` being the position the new token will take. `bias_*` adds to logits (-inf bans), in CSR form:
-    the entries of row r are bias_start[r]:bias_start[r+1]. `history_*`, likewise, lists the ids that penalties look at: the first
+    `target` >= 0 reports the logprob of that given id instead of sampling (scoring a prompt). The random number of a
+    row depends on
+    (`seed`, `position`) alone, `position` being the position the new token will take. `bias_*` adds to logits (-inf
+    bans), in CSR form:
+    the entries of row r are bias_start[r]:bias_start[r+1]. `history_*`, likewise, lists the ids that penalties look
+    at: the first
     `history_prompt[r]` of a row's are prompt, the rest output; rows without penalties have none. A negative id -1-j in
-    the history means "the id sampled by row j of the previous step". `mask` holds allowed ids as bits (uint32 words, [M, ceil(V/32)]),
+    the history means "the id sampled by row j of the previous step". `mask` holds allowed ids as bits (uint32 words,
+    [M, ceil(V/32)]),
     `mask_index[r]` is the row's line in it or -1.
     """
 
@@ -59,7 +63,8 @@ class Sampling:
 class Step:
     """One batch: S sequences, T token rows. The rows of a sequence are contiguous and in order of position.
 
-    token_ids  [T]  the ids to run; -1-j stands for "the id sampled by row j of the previous step" (not known yet in Python)
+    token_ids  [T]  the ids to run; -1-j stands for "the id sampled by row j of the previous step" (not known yet in
+    Python)
     positions  [T]  their positions
     row_start  [S+1] rows of sequence s: row_start[s]:row_start[s+1]
     page_start [S+1] its page table: pages[page_start[s]:page_start[s+1]], covering positions 0 .. last
@@ -79,7 +84,8 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step brought, per sampled row: `ids` [R] (the target itself for scored rows), `logprob` [R], `rank` [R] (1 = best),
+    """What a step brought, per sampled row: `ids` [R] (the target itself for scored rows), `logprob` [R], `rank` [R]
+    (1 = best),
     and the `top_ids`, `top_logprobs` [R, N], N the most that any row asked for (unused places: -1 and -inf)."""
 
     ids: I32
