@@ -160,8 +160,9 @@ void Executor::check(const Step& step) const {
     for (int32_t id : c.history_ids) require(id < plan_.vocabulary && id >= -last_rows_submitted_, "id in history");
     for (int32_t id : c.target) require(id < plan_.vocabulary, "target");
     for (int32_t n : c.logprobs) require(n <= plan_.vocabulary && n <= 1024, "logprobs");
-    for (int32_t i : c.mask_index) require(i < 0 || size(i + 1) * size(c.mask_words) <= c.mask.size(), "mask index");
-    require(c.mask.empty() || c.mask_words * 32 >= plan_.vocabulary, "mask width");
+    for (int32_t i : c.mask_index)
+        require(i < 0 || (c.mask_words > 0 && size(i + 1) * size(c.mask_words) <= c.mask.size()), "mask index");
+    require(c.mask.empty() || c.mask_words == divide_up(plan_.vocabulary, 32), "mask width");
 }
 
 void Executor::drive() {

@@ -65,6 +65,36 @@ Form form_of(const std::string& s) {
                            {"Q6_K", Form::q6_k}});
 }
 
+// The bytes of a block of 16 rows: its scales and offsets padded to a line, then the quants.
+size_t block_bytes_of(Form form, size_t columns) {
+    const size_t groups = columns / group, supers = columns / 256;
+    auto block = [&](size_t planes, size_t bits) { return (planes * block_rows + 63) / 64 * 64 + groups * 64 * bits; };
+    switch (form) {
+        case Form::f32:
+            return 4 * block_rows * columns;
+        case Form::f16:
+        case Form::bf16:
+            return 2 * block_rows * columns;
+        case Form::q4_0:
+            return block(2 * groups, 4);
+        case Form::q4_1:
+            return block(4 * groups, 4);
+        case Form::q5_0:
+            return block(2 * groups, 5);
+        case Form::q5_1:
+            return block(4 * groups, 5);
+        case Form::q8_0:
+            return block(2 * groups, 8);
+        case Form::q4_k:
+            return block(4 * supers + 2 * groups, 4);
+        case Form::q5_k:
+            return block(4 * supers + 2 * groups, 5);
+        case Form::q6_k:
+            return block(2 * supers + 2 * groups, 6);
+    }
+    return 0;
+}
+
 // Tensors of a plan, by name, in the mapped file.
 class Tensors {
   public:
@@ -79,6 +109,9 @@ class Tensors {
         const size_t block_bytes = nb::cast<size_t>(d["block_bytes"]);
         Matrix m{form_of(nb::cast<std::string>(d["type"])), nb::cast<int>(d["rows"]), nb::cast<int>(d["columns"]),
                  nullptr, block_bytes};
+        const bool sound = m.rows > 0 && m.columns > 0 && m.columns % group == 0 &&
+                           block_bytes == block_bytes_of(m.form, static_cast<size_t>(m.columns));
+        if (!sound) throw std::invalid_argument("a tensor of impossible shape: " + name);
         const size_t blocks = static_cast<size_t>((m.rows + block_rows - 1) / block_rows);
         m.data = data(d, blocks * block_bytes);
         return m;
@@ -163,6 +196,13 @@ Plan make_plan(const nb::dict& d, const Tensors& tensors) {
         const auto r = nb::cast<nb::dict>(h);
         plan.ropes.push_back({nb::cast<std::vector<float>>(r["inv_freq"]), nb::cast<float>(r["factor"])});
     }
+    const int buffers = static_cast<int>(plan.buffers.size());
+    auto known = [&](int index) {
+        return index >= 0 && index < buffers && plan.buffers[static_cast<size_t>(index)].slot >= 0;
+    };
+    bool sound = known(plan.residual) && known(plan.logits);
+    for (const Op& op : plan.ops) sound = sound && known(op.in) && known(op.out);
+    if (!sound) throw std::invalid_argument("the plan names a buffer that it does not have");
     plan.layers = nb::cast<int>(d["layers"]);
     plan.heads = nb::cast<int>(d["heads"]);
     plan.kv_heads = nb::cast<int>(d["kv_heads"]);
@@ -235,7 +275,7 @@ class PyExecutor {
         to.history_prompt = copy<int32_t>(c, "history_prompt");
         to.mask_index = copy<int32_t>(c, "mask_index");
         to.mask = copy_matrix<uint32_t>(c, "mask");
-        to.mask_words = (executor_.plan().vocabulary + 31) / 32;
+        to.mask_words = nb::cast<int>(c.attr("mask").attr("shape")[nb::int_(1)]);
         nb::gil_scoped_release unlocked;
         return executor_.submit(std::move(step));
     }

@@ -19,7 +19,7 @@ TRICORN_INLINE void quantize_group(F lo, F hi, const Activations& out, int row, 
     const F rest_high = select(between(column - lanes, column - lanes + 1), zero(), high);
     const float second = max_lanes(max(rest_low, rest_high));
     const float scale = greatest(second / most, largest / most_outlier);
-    const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
+    const float inverse = scale > 1e-30f ? 1.0f / scale : 0.0f;  // below that all is as good as nothing
 
     const I a = round_to_int(lo * set(inverse)), b = round_to_int(hi * set(inverse));
     QuantizedGroup& to = *out.quantized(row, g);

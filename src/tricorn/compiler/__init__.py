@@ -153,7 +153,7 @@ def ensure(model: str, progress: bool = True) -> Path:
         return source
     checkpoint = load(source)
     path = engine_path(model, checkpoint)
-    if not path.exists():
+    if not engine_file.is_whole(path):
         build_with_progress(checkpoint, path, quiet=not progress)
     return path
 

@@ -96,11 +96,10 @@ class EngineFile:
                 start = file.read(64)
                 if len(start) < 64 or not start.startswith(MAGIC):
                     raise TricornError(f"{path}: not an engine file of Tricorn")
-                version, header_bytes, body, whole, header_sum, body_sum = _preamble(path, start)
-                if version != VERSION:
-                    raise TricornError(f"{path}: engine file of version {version}, this is version {VERSION}; {remedy}")
+                header_bytes, body, whole, header_sum, body_sum = _preamble(path, start)
                 if whole != size:
-                    raise TricornError(f"{path}: truncated ({size} of {whole} bytes); {remedy}")
+                    fault = "truncated" if size < whole else "longer than it says"
+                    raise TricornError(f"{path}: {fault} ({size} bytes, not {whole}); {remedy}")
                 mapped = np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), np.uint8)
         except OSError as error:
             raise TricornError(f"{path}: cannot open the engine file: {error.strerror}") from None
@@ -140,13 +139,28 @@ class EngineFile:
         return values
 
 
-def _preamble(path: Path, start: bytes) -> tuple[int, int, int, int, int, int]:
-    _, version, _, header_bytes, body, whole, header_sum, body_sum = PREAMBLE.unpack(start[:56])
+def _preamble(path: Path, start: bytes) -> tuple[int, int, int, int, int]:
+    """Bytes of the header, start of the body, bytes of the file, checksums of header and body."""
+    remedy = "build it again with: tricorn build"
     if xxhash.xxh3_64_intdigest(start[:56]) != int.from_bytes(start[56:64], "little"):
-        raise TricornError(f"{path}: corrupt (its first bytes are damaged); build it again with: tricorn build")
+        raise TricornError(f"{path}: corrupt (its first bytes are damaged); {remedy}")
+    _, version, _, header_bytes, body, whole, header_sum, body_sum = PREAMBLE.unpack(start[:56])
+    if version != VERSION:
+        raise TricornError(f"{path}: engine file of version {version}, this is version {VERSION}; {remedy}")
     if header_bytes > MOST_HEADER or body % BODY_ALIGNMENT or not 64 + header_bytes <= body <= whole:
-        raise TricornError(f"{path}: corrupt (impossible sizes); build it again with: tricorn build")
-    return version, header_bytes, body, whole, header_sum, body_sum
+        raise TricornError(f"{path}: corrupt (impossible sizes); {remedy}")
+    return header_bytes, body, whole, header_sum, body_sum
+
+
+def is_whole(path: Path) -> bool:
+    """Whether there is an engine file of this version and of the size it says; opening it checks the content."""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(64)
+            size = os.fstat(file.fileno()).st_size
+        return len(start) == 64 and start.startswith(MAGIC) and _preamble(path, start)[2] == size
+    except (OSError, TricornError):
+        return False
 
 
 def layout(tensors: Iterable[tuple[str, Packed]]) -> Iterator[TensorEntry]:

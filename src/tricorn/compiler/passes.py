@@ -84,7 +84,7 @@ def merge_projections(nodes: Nodes) -> Nodes:
         last = products[-1]
         changes[last.output] = Node("projections", name, last.inputs, tuple(p.weights[0] for p in products), attrs)
         norms = [step for chain in chains for step in chain if step.op == "rms_norm"]
-        rope = next(step for step in chains[0] if step.op == "rope")
+        rope = _one_rope(node, chains)
         store = {**node.attrs, "rope": rope.attrs["rope"], "eps": norms[0].attrs["eps"] if norms else 0.0}
         store["fused"] = sum(len(chain) - 1 for chain in chains)
         stored = Node("rope_store", f"{name}.stored", (name,), tuple(n.weights[0] for n in norms), store)
@@ -99,6 +99,18 @@ def merge_projections(nodes: Nodes) -> Nodes:
             merged.append(changes[f"{node.output}/store"])
         merged.append(changes.get(node.output, node))
     return merged
+
+
+def _one_rope(node: Node, chains: list[list[Node]]) -> Node:
+    """The rotation of q and k. The fused store knows one shape only: the same rope on both, after norms of each head."""
+    shapes = [[(step.op, step.attrs.get("rope")) for step in chain[:-1]] for chain in chains]
+    norms = [step for chain in chains for step in chain if step.op == "rms_norm"]
+    plain = shapes[0] == shapes[1] and len(shapes[0]) in (1, 2) and shapes[0][0][0] == "rope" and not shapes[2]
+    if not plain or any(not norm.attrs["heads"] for norm in norms):
+        raise TricornError(
+            f"cannot compile: {node.output!r} needs q and k with the same rotation, and norms of each head or none"
+        )
+    return chains[0][0]
 
 
 def _chain(made: Mapping[str, Node], value: str) -> list[Node]:

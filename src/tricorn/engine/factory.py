@@ -38,19 +38,25 @@ def _native(options: EngineOptions) -> tuple[Executor, EngineInfo]:
 
 
 def _reference(options: EngineOptions) -> tuple[Executor, EngineInfo]:
+    """From an engine file, whose packed weights it unpacks, or straight from a model's own file or folder."""
+    from tricorn.compiler.engine_file import SUFFIX, EngineFile
     from tricorn.models import build_graph
     from tricorn.runtime.reference import ReferenceExecutor
     from tricorn.weights.checkpoint import load
 
-    checkpoint = load(Path(options.path))
-    graph = build_graph(checkpoint.config)
+    if options.path.endswith(SUFFIX):
+        file = EngineFile.open(Path(options.path))
+        graph, weights, name, eos_ids = file.graph, file.weights(), file.name, file.eos_ids
+    else:
+        checkpoint = load(Path(options.path))
+        graph, name, eos_ids = build_graph(checkpoint.config), checkpoint.name, checkpoint.eos_ids
+        weights = {key: tensor.dequantize() for key, tensor in checkpoint.tensors.items()}
     size = page_bytes(graph, 4)
     sizes = derive(options, size, graph.context)
-    weights = {name: tensor.dequantize() for name, tensor in checkpoint.tensors.items()}
     executor = ReferenceExecutor(
         graph, weights, pages=sizes.pages, max_tokens=sizes.max_tokens, max_rows=sizes.max_rows
     )
-    return executor, _info(options, sizes, graph, checkpoint.name, checkpoint.eos_ids, size)
+    return executor, _info(options, sizes, graph, name, eos_ids, size)
 
 
 def page_bytes(graph: Graph, value_bytes: int) -> int:

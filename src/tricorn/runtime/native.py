@@ -30,12 +30,13 @@ class NativeHandle:
 
     def __init__(self, native: _native.Executor, ticket: int) -> None:
         self._native, self._ticket = native, ticket
-        self.seconds = 0.0
-        """How long the step took, once `result` has returned."""
+        self._result: StepResult | None = None
 
     def result(self) -> StepResult:
-        ids, logprob, rank, top_ids, top_logprobs, self.seconds = self._native.wait(self._ticket)
-        return StepResult(ids, logprob, rank, top_ids, top_logprobs)
+        if self._result is None:
+            ids, logprob, rank, top_ids, top_logprobs, _seconds = self._native.wait(self._ticket)
+            self._result = StepResult(ids, logprob, rank, top_ids, top_logprobs)
+        return self._result
 
 
 class NativeExecutor:
