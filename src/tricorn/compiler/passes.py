@@ -102,7 +102,7 @@ def merge_projections(nodes: Nodes) -> Nodes:
 
 
 def _one_rope(node: Node, chains: list[list[Node]]) -> Node:
-    """The rotation of q and k. The fused store knows one shape only: the same rope on both, after norms of each head."""
+    """The rotation of q and k. The fused store knows one shape only: the same rope on both, after norms by head."""
     shapes = [[(step.op, step.attrs.get("rope")) for step in chain[:-1]] for chain in chains]
     norms = [step for chain in chains for step in chain if step.op == "rms_norm"]
     plain = shapes[0] == shapes[1] and len(shapes[0]) in (1, 2) and shapes[0][0][0] == "rope" and not shapes[2]
