@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -296,22 +297,24 @@ def test_places_that_cannot_be_written(tmp_path: Path) -> None:
     assert file.read_text() == "in the way"
 
 
-@pytest.fixture
-def small_files() -> Iterator[Callable[[int], None]]:
-    """Forbids this process files above a size: writes then fail as on a full disk."""
+@contextmanager
+def small_files(size: int) -> Iterator[None]:
+    """Forbids this process files above a size: writes then fail as on a full disk, pytest's own to a file too."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("size", [0, 100, 5000, 200_000])
-def test_a_full_disk(tmp_path: Path, small_files: Callable[[int], None], size: int) -> None:
+def test_a_full_disk(tmp_path: Path, size: int) -> None:
     """What stood there before stands there still."""
     path = tmp_path / "x.tricorn"
     path.write_bytes(b"the old one")
     source = checkpoint("llama", "F32", num_hidden_layers=1)
-    small_files(size)
-    with pytest.raises(TricornError, match=r"cannot write the engine file.*free some room"):
+    with small_files(size), pytest.raises(TricornError, match=r"cannot write the engine file.*free some room"):
         build(source, path)
     assert list(tmp_path.iterdir()) == [path]
     assert path.read_bytes() == b"the old one"
