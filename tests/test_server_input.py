@@ -57,8 +57,8 @@ def test_logit_bias() -> None:  # A-015, A-017
         assert refused(raw(f'"logit_bias": {{"1": {value}}}'))["param"] == "logit_bias"
     many = {str(index): 1 for index in range(20_000)}
     assert refused({"prompt": "x", "logit_bias": many})["param"] == "logit_bias"
-    complete(ENGINE, logit_bias={str(VOCAB - 1): 5, "0": -100})  # the logits are wider than the tokenizer here
-    assert ENGINE.requests[-1].params.logit_bias == {0: -100.0}
+    complete(ENGINE, logit_bias={str(VOCAB - 1): 5, "0": -100})
+    assert ENGINE.requests[-1].params.logit_bias == {VOCAB - 1: 5.0, 0: -100.0}
 
 
 def test_token_ids() -> None:

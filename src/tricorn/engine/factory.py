@@ -9,6 +9,7 @@ from tricorn.engine.options import EngineOptions, Sizes, derive
 from tricorn.models.graph import Graph
 from tricorn.runtime.step import PAGE, Executor
 from tricorn.scheduler.limits import Limits
+from tricorn.weights.tokenizer import undecodable_ids
 
 
 def open_executor(options: EngineOptions) -> tuple[Executor, EngineInfo]:
@@ -34,7 +35,7 @@ def _native(options: EngineOptions) -> tuple[Executor, EngineInfo]:
         max_tokens=sizes.max_tokens,
         max_rows=sizes.max_rows,
     )
-    return executor, _info(options, sizes, file.graph, file.name, file.eos_ids, size)
+    return executor, _info(options, sizes, file.graph, file.name, file.eos_ids, file.tokenizer, size)
 
 
 def _reference(options: EngineOptions) -> tuple[Executor, EngineInfo]:
@@ -46,17 +47,18 @@ def _reference(options: EngineOptions) -> tuple[Executor, EngineInfo]:
 
     if options.path.endswith(SUFFIX):
         file = EngineFile.open(Path(options.path))
-        graph, weights, name, eos_ids = file.graph, file.weights(), file.name, file.eos_ids
+        graph, weights, name, eos_ids, tokenizer = file.graph, file.weights(), file.name, file.eos_ids, file.tokenizer
     else:
         checkpoint = load(Path(options.path))
         graph, name, eos_ids = build_graph(checkpoint.config), checkpoint.name, checkpoint.eos_ids
+        tokenizer = checkpoint.tokenizer
         weights = {key: tensor.dequantize() for key, tensor in checkpoint.tensors.items()}
     size = page_bytes(graph, 4)
     sizes = derive(options, size, graph.context)
     executor = ReferenceExecutor(
         graph, weights, pages=sizes.pages, max_tokens=sizes.max_tokens, max_rows=sizes.max_rows
     )
-    return executor, _info(options, sizes, graph, name, eos_ids, size)
+    return executor, _info(options, sizes, graph, name, eos_ids, tokenizer, size)
 
 
 def page_bytes(graph: Graph, value_bytes: int) -> int:
@@ -65,7 +67,13 @@ def page_bytes(graph: Graph, value_bytes: int) -> int:
 
 
 def _info(
-    options: EngineOptions, sizes: Sizes, graph: Graph, name: str, eos_ids: tuple[int, ...], page_bytes: int
+    options: EngineOptions,
+    sizes: Sizes,
+    graph: Graph,
+    name: str,
+    eos_ids: tuple[int, ...],
+    tokenizer: str,
+    page_bytes: int,
 ) -> EngineInfo:
     limits = Limits(
         context=sizes.context,
@@ -74,6 +82,7 @@ def _info(
         max_tokens=sizes.max_tokens,
         max_rows=sizes.max_rows,
         eos_ids=eos_ids,
+        undecodable=undecodable_ids(tokenizer, graph.vocab),
     )
     return EngineInfo(
         model=name,

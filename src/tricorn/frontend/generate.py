@@ -236,8 +236,7 @@ class Frontend:
     # --- generation
 
     def check(self, prompt: list[int], params: SamplingParams) -> SamplingParams:
-        """`params` as the engine is to run them for this prompt: `max_tokens` cut to what the context leaves, and no
-        bias for ids beyond the tokenizer's, which pad the logits of some models and stand for nothing.
+        """`params` as the engine is to run them for this prompt: `max_tokens` cut to what the context leaves.
 
         Raises BadRequest for ids outside the vocabulary, a prompt that leaves no room, and parameters that contradict
         each other.
@@ -261,10 +260,7 @@ class Frontend:
                 "context_length_exceeded",
             )
         checked = msgspec.structs.replace(
-            params,
-            max_tokens=min(params.max_tokens, room),
-            min_tokens=min(params.min_tokens, room),
-            logit_bias={id: bias for id, bias in params.logit_bias.items() if id < self.tokenizer.size},
+            params, max_tokens=min(params.max_tokens, room), min_tokens=min(params.min_tokens, room)
         )
         try:
             check_request(Request(id="", prompt=prompt, params=checked, seed=0), self.client.info.limits)

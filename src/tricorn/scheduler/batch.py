@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tricorn.runtime.step import PAGE, Sampling, Step
-from tricorn.scheduler.limits import Limits
 from tricorn.scheduler.sequence import Sequence, Slots
 
 I32 = NDArray[np.int32]
@@ -37,7 +36,6 @@ class Batch:
 
 def build(
     slots: Slots,
-    limits: Limits,
     decodes: list[Sequence],
     prefills: list[tuple[Sequence, int]],
     copies: list[tuple[int, int]],
@@ -63,7 +61,7 @@ def build(
         wanted |= scored[owner] & (positions + 1 < slots.prompt[slot][owner])
     rows = np.flatnonzero(wanted).astype(np.int32)
     row_sequence = owner[rows]
-    sampling = _sampling(slots, limits, rows, slot[row_sequence], positions[rows] + 1)
+    sampling = _sampling(slots, rows, slot[row_sequence], positions[rows] + 1)
 
     sampled = sampling.target < 0
     new = np.flatnonzero(sampled).astype(np.int32)
@@ -85,7 +83,7 @@ def build(
     return Batch(step, sequences, end.tolist(), len(decodes), row_sequence, sampled)
 
 
-def _sampling(slots: Slots, limits: Limits, rows: I32, slot: I32, position: I32) -> Sampling:
+def _sampling(slots: Slots, rows: I32, slot: I32, position: I32) -> Sampling:
     """The sampling columns of rows whose sequences are in `slot` [R] and whose next token takes `position` [R]."""
     score = slots.scoring[slot] & (position < slots.prompt[slot])
     target = np.full(len(rows), -1, np.int32)
@@ -115,8 +113,8 @@ def _sampling(slots: Slots, limits: Limits, rows: I32, slot: I32, position: I32)
         history_start=history_start,
         history_ids=history_ids,
         history_prompt=history_prompt,
-        mask_index=np.full(len(rows), -1, np.int32),
-        mask=np.zeros((0, -(-limits.vocab // 32)), np.uint32),
+        mask_index=np.full(len(rows), len(slots.mask) - 1, np.int32),
+        mask=slots.mask,
     )
 
 

@@ -23,6 +23,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_rows: int
     """Sampled or scored rows in a step."""
     eos_ids: tuple[int, ...] = ()
+    undecodable: tuple[int, ...] = ()
+    """Ids that the tokenizer has no token for: padding of the model's logits, never sampled."""
 
     @property
     def max_running(self) -> int:

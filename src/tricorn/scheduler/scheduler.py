@@ -87,7 +87,7 @@ class Scheduler:
         prefills = self._prefills(partial, len(decodes))
         if not decodes and not prefills:
             return None
-        batch = build(self._slots, self.limits, decodes, prefills, self._copies)
+        batch = build(self._slots, decodes, prefills, self._copies)
         batch.releases.extend(self._sources)
         self._copies.clear()
         self._sources.clear()

@@ -114,6 +114,7 @@ class Slots:
         self.top_k, self.logprobs, self.prompt_logprobs, self.min_tokens = np.zeros((4, count), np.int32)
         self.seed = np.zeros(count, np.uint64)
         self.penalized, self.biased, self.scoring = np.zeros((3, count), np.bool_)
+        self.mask = _decodable(limits)
 
     def enter(self, sequence: Sequence, pages: I32, computed: int) -> None:
         """Gives a waiting sequence a slot, with `pages` for all its tokens; the first `computed` have their KV
@@ -145,6 +146,16 @@ class Slots:
         self.sequences[sequence.slot] = None
         self.free.append(sequence.slot)
         sequence.slot = -1
+
+
+def _decodable(limits: Limits) -> NDArray[np.uint32]:
+    """[1, V/32] the ids that may be sampled, as bits; no line when all may."""
+    words = -(-limits.vocab // 32)
+    if not limits.undecodable:
+        return np.zeros((0, words), np.uint32)
+    bits = np.ones(words * 32, np.uint8)
+    bits[list(limits.undecodable)] = 0
+    return np.packbits(bits, bitorder="little").view(np.uint32)[None]
 
 
 def pages_for(tokens: int) -> int:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tokenizers import Tokenizer
 
 from tricorn.request import TricornError
@@ -239,6 +240,35 @@ GEMMA_TEMPLATE = """\
 {%- endif -%}
 """
 """The turns of Gemma 2 and 3 as Google documents them, for files that carry no template."""
+
+
+class _Model(msgspec.Struct):
+    vocab: dict[str, int] | list[msgspec.Raw]
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+
+
+class _Ids(msgspec.Struct):
+    """The parts of a tokenizer's JSON that name ids."""
+
+    model: _Model
+    added_tokens: list[_AddedToken] = []
+
+
+def undecodable_ids(tokenizer: str, vocab: int) -> tuple[int, ...]:
+    """The ids below `vocab` that a tokenizer (JSON of the `tokenizers` library) has no token for. Raises TricornError
+    when it cannot be read.
+    """
+    try:
+        parts = msgspec.json.decode(tokenizer, type=_Ids)
+    except msgspec.MsgspecError as error:
+        raise TricornError(f"the tokenizer cannot be read: {error}; fetch or convert the model again") from None
+    listed = parts.model.vocab
+    known = set(listed.values() if isinstance(listed, dict) else range(len(listed)))
+    known.update(token.id for token in parts.added_tokens)
+    return tuple(id for id in range(vocab) if id not in known)
 
 
 def from_folder(folder: Path, config: dict[str, Any]) -> TokenizerFiles:
