@@ -7,15 +7,17 @@ When standard input ends, the client is gone and so is the engine.
 from __future__ import annotations
 
 import os
+import select
 import signal
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import zmq
 
-from tricorn.engine.client import endpoint
+from tricorn.engine.client import BEAT_SECONDS, endpoint
 from tricorn.engine.engine import Engine
 from tricorn.engine.factory import open_executor
 from tricorn.engine.loop import run
@@ -48,6 +50,7 @@ class SocketMailbox:
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the client decides
+    os.set_blocking(sys.stdout.fileno(), False)
     threading.Thread(target=_follow_client, name="tricorn-follow-client", daemon=True).start()
     mailbox = SocketMailbox(Path(sys.argv[1]))
     try:
@@ -68,9 +71,10 @@ def main() -> int:
 
 
 def _follow_client() -> None:
-    """Ends this process with its client, even in the middle of a step."""
-    while os.read(sys.stdin.fileno(), 4096):
-        pass
+    """Ends this process with its client, even in the middle of a step, and shows the client that it lives."""
+    while not select.select([sys.stdin], [], [], BEAT_SECONDS)[0]:
+        with suppress(BlockingIOError, BrokenPipeError):  # nobody listens yet, or any more
+            os.write(sys.stdout.fileno(), b".")
     os._exit(0)
 
 

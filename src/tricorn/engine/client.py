@@ -1,8 +1,9 @@
 """Two ways to an engine with one interface: in a thread of this process, and in a process of its own.
 
 The engine process is a child joined by two ZeroMQ sockets in a private folder, one for each direction, with messages in
-MessagePack. Two pipes, on which nothing is ever written, tell each side of the other's death: the child's standard
-input and output.
+MessagePack. Two pipes tell each side of the other's death: the child's standard input, on which nothing is ever
+written, and its standard output, on which a thread of the child beats time: a child that has stopped is as good as
+dead.
 """
 
 from __future__ import annotations
@@ -30,6 +31,12 @@ from tricorn.engine.streams import Streams
 from tricorn.request import Abort, Output, Request, TricornError
 from tricorn.runtime.step import Executor
 from tricorn.scheduler.limits import check_request
+
+BEAT_SECONDS = 0.5
+"""How often an engine process shows that it lives."""
+
+SILENT_SECONDS = 4
+"""After so many seconds, one by one, without a sign of life an engine process counts as dead."""
 
 CLOSE_SECONDS = 2.0
 """How long an engine process may take to go once its standard input has ended."""
@@ -170,7 +177,7 @@ class ProcessClient:
 
     def _wait_ready(self) -> EngineInfo:
         while True:
-            for message in self._receive():
+            for message in self._receive()[0]:
                 if isinstance(message, EngineInfo):
                     self._requests.poll(flags=zmq.POLLOUT)  # the other socket may still be joining
                     return message
@@ -178,34 +185,39 @@ class ProcessClient:
                     raise TricornError(message.message)
 
     def _read(self) -> None:
+        silent = 0  # counted in polls, so that this process may be stopped, or the machine sleep, for any time
         try:
-            while True:
-                for message in self._receive():
+            while silent < SILENT_SECONDS:
+                messages, heard = self._receive()
+                silent = 0 if heard else silent + 1
+                for message in messages:
                     if isinstance(message, Outputs):
                         self._streams.deliver(message.outputs)
                     elif isinstance(message, EngineStats):
                         self._stats = message
                     elif isinstance(message, Failed):
                         self._streams.fail(message.message)
+            raise TricornError(f"the engine process has shown no life for {SILENT_SECONDS} s")
         except Exception as error:
             if self.alive:
                 self._streams.fail(str(error))
             self._stats = EngineStats(pages_total=self.info.pages)
 
-    def _receive(self) -> list[FromEngine]:
-        """Waits for messages. Raises TricornError when the engine process has ended and there are none left."""
+    def _receive(self) -> tuple[list[FromEngine], bool]:
+        """Waits up to a second for messages; also tells whether there was any sign of life. Raises TricornError when
+        the engine process has ended and there are none left."""
         pipe = self._process.stdout
         assert pipe is not None
         poller = zmq.Poller()
         poller.register(self._outputs, zmq.POLLIN)
         poller.register(pipe, zmq.POLLIN)
-        ready = dict(poller.poll())
+        ready = dict(poller.poll(1000))
         messages: list[FromEngine] = []
         while self._outputs.poll(0):
             messages.append(self._decoder.decode(self._outputs.recv()))
         if not messages and pipe.fileno() in ready and not os.read(pipe.fileno(), 4096):
             raise TricornError(f"the engine process ended {_how(self._process.wait())}")
-        return messages
+        return messages, bool(ready)
 
     def _stop(self) -> None:
         pipe = self._process.stdin
