@@ -112,6 +112,13 @@ void rope_store(const RopeStore& op, const Batch& batch, const Pages& pool, int 
 }
 
 constexpr int max_head_dim = 512;
+constexpr int ahead = 4;  // pages fetched before they are needed
+
+template <class Element>
+TRICORN_INLINE void fetch_page(const Element* head, int dim) {  // one head's part of a page
+    const char* bytes = reinterpret_cast<const char*>(head);
+    for (size_t line = 0; line < sizeof(Element) * size_t(dim * page_tokens); line += 64) prefetch(bytes + line);
+}
 
 struct Scratch {  // of one tile
     float q[max_pairs * max_head_dim];
@@ -141,11 +148,12 @@ TRICORN_INLINE void score_pages(const float* q, int dim, const Element* const* k
 // out[pair] = sum over the chunk's tokens, ascending, of weight * V, for `vectors` vectors of the head at a time.
 template <class Element, int pairs, int vectors>
 TRICORN_INLINE void weigh_values(const float* weights, int first_page, int last_page, const Element* const* values,
-                                 int dim, int d, float* out) {
+                                 int dim, int d, bool far, float* out) {
     F acc[pairs][vectors];
     for (int p = 0; p < pairs; ++p)
         for (int i = 0; i < vectors; ++i) acc[p][i] = zero();
     for (int page = first_page; page < last_page; ++page) {
+        if (far && page + ahead < last_page) fetch_page(values[page + ahead], dim);
         for (int token = 0; token < page_tokens; ++token) {
             F v[vectors];
             for (int i = 0; i < vectors; ++i) v[i] = Lanes<Element>::get(values[page] + token * dim + d + lanes * i);
@@ -191,11 +199,24 @@ void attention_pairs(const Attention& op, const Batch& batch, const Pages& pool,
         constexpr int side = pairs <= 2   ? 4
                              : pairs <= 4 ? 2
                                           : 1;  // pages scored side by side: enough chains to hide the latency
+        const bool far = tile.count == 1;       // one row of a sequence: its pages come from memory, one after another
+        if (far)
+            for (int i = first_page; i < least(last_page, first_page + ahead); ++i) fetch_page(keys[i], dim);
         int page = first_page;
-        for (; page + side <= last_page; page += side)
-            score_pages<Element, pairs, side>(scratch.q, dim, keys + page, scratch.scores + page * page_tokens);
-        for (; page < last_page; ++page)
-            score_pages<Element, pairs, 1>(scratch.q, dim, keys + page, scratch.scores + page * page_tokens);
+        auto score = [&]<int count>() {
+            if (far)
+                for (int i = page + ahead; i < page + ahead + count;
+                     ++i) {  // after the last keys come the first values
+                    if (i < last_page)
+                        fetch_page(keys[i], dim);
+                    else if (first_page + i - last_page < last_page)
+                        fetch_page(values[first_page + i - last_page], dim);
+                }
+            score_pages<Element, pairs, count>(scratch.q, dim, keys + page, scratch.scores + page * page_tokens);
+            page += count;
+        };
+        while (page + side <= last_page) score.template operator()<side>();
+        while (page < last_page) score.template operator()<1>();
 
         float chunk_top[pairs], chunk_total[pairs];
         for (int p = 0; p < pairs; ++p) {
@@ -226,9 +247,11 @@ void attention_pairs(const Attention& op, const Batch& batch, const Pages& pool,
         int d = 0;
         constexpr int wide = pairs <= 4 ? 4 : 2;
         for (; d + lanes * wide <= dim; d += lanes * wide)
-            weigh_values<Element, pairs, wide>(scratch.scores, first_page, last_page, values, dim, d, scratch.partial);
+            weigh_values<Element, pairs, wide>(scratch.scores, first_page, last_page, values, dim, d, far && d == 0,
+                                               scratch.partial);
         for (; d < dim; d += lanes)
-            weigh_values<Element, pairs, 1>(scratch.scores, first_page, last_page, values, dim, d, scratch.partial);
+            weigh_values<Element, pairs, 1>(scratch.scores, first_page, last_page, values, dim, d, far && d == 0,
+                                            scratch.partial);
 
         for (int p = 0; p < pairs; ++p) {
             if (high[p] <= chunk || low[p] >= chunk + chunk_tokens) continue;  // nothing of this chunk is this pair's
