@@ -227,6 +227,9 @@ GEMMA_TEMPLATE = """\
   {%- set first.text = messages[0].content + '\\n\\n' -%}
   {%- set turns = messages[1:] -%}
 {%- endif -%}
+{%- if not turns -%}
+  {{ raise_exception('A system message needs a user turn after it') }}
+{%- endif -%}
 {%- for message in turns -%}
   {%- set role = 'model' if message.role == 'assistant' else message.role -%}
   {%- if role != ('model' if loop.index0 % 2 else 'user') -%}
