@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -61,6 +62,19 @@ def gemma() -> Iterator[Server]:
     server = Server(pulled("gemma3-270m"))
     yield server
     server.stop()
+
+
+def test_the_list_of_cases_is_whole() -> None:
+    """Every case once, every test that the list names defined."""
+    here = Path(__file__).parent
+    listed: list[int] = []
+    for line in (here / "FIELD_FAULTS.md").read_text().splitlines():
+        if line.startswith("| A-"):
+            first, last = (re.findall(r"A-(\d+)", line.split("|")[1]) * 2)[:2]
+            listed += range(int(first), int(last) + 1)
+        for file, test in re.findall(r"`(test_\w+\.py)::(test_\w+)`", line):
+            assert re.search(rf"^def {test}\(", (here / file).read_text(), re.MULTILINE), f"{file}::{test}"
+    assert listed == list(range(1, 98))
 
 
 # --- text
