@@ -27,7 +27,7 @@ TRICORN_INLINE size_t to_line(size_t bytes) {
 
 template <int bits, bool has_offset, int zero_point>
 struct Simple {  // one float16 scale (and offset) per group
-    static constexpr bool wide = bits == 8, halves = false, prefetched = true;
+    static constexpr bool wide = bits == 8, halves = false;
     static constexpr int quant_bytes = 64 * bits;
     const uint8_t *scales, *offsets, *quants;
 
@@ -49,7 +49,6 @@ struct Simple {  // one float16 scale (and offset) per group
 template <int bits, bool has_offset>
 struct TwoLevel {  // K-quants: a float16 scale (and offset) per 256 times a small integer per group
     static constexpr bool wide = false, halves = false;
-    static constexpr bool prefetched = false;  // the hardware's own prefetching measures better with these planes
     static constexpr int quant_bytes = 64 * bits;
     const uint8_t *scales, *offsets, *inner_scales, *inner_offsets, *quants;
 
@@ -72,7 +71,7 @@ struct TwoLevel {  // K-quants: a float16 scale (and offset) per 256 times a sma
 };
 
 struct HalfGroups {  // Q6_K: a float16 scale per 256 times a signed byte per 16, zero point 32
-    static constexpr bool wide = false, halves = true, prefetched = true;
+    static constexpr bool wide = false, halves = true;
     static constexpr int bits = 6, quant_bytes = 64 * bits;
     const uint8_t *scales, *inner_scales, *quants;
 
@@ -158,11 +157,10 @@ void product_q8(const uint8_t* block, const Activations& in, int row, float* out
         Q q[steps];
         const uint8_t* quants = w.quants + size_t(W::quant_bytes) * size_t(g);
         unpack<W::quant_bytes>(quants, q);
-        if constexpr (few && W::prefetched) {
+        if constexpr (few) {
             prefetch(next_head + head_part * size_t(g));
             for (int line = 0; line < W::quant_bytes; line += 64) prefetch(quants + prefetch_bytes + line);
-        }
-        if constexpr (!few) {
+        } else {
             for (int s = 0; s < steps; ++s) store_bytes(quads + 64 * s, q[s]);
         }
         auto outlier_column = [&](const QuantizedGroup& of) {

@@ -19,7 +19,7 @@ def build_with_progress(checkpoint: Checkpoint, path: Path, quiet: bool = False)
     console = Console(stderr=True, quiet=quiet)
     columns = (TextColumn("compiling {task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
     begin = time.perf_counter()
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(checkpoint.name, total=None)
         summary = compiler.build(checkpoint, path, lambda _, done, total: bar.update(task, completed=done, total=total))
     seconds = time.perf_counter() - begin
