@@ -185,6 +185,7 @@ def bench_engine(
     threads: Threads = None,
     kv_type: KvType = "f16",
     kv_bytes: KvBytes = None,
+    profile: Annotated[bool, typer.Option(help="Tell how the time divides between operations.")] = False,
     json: Json = False,
 ) -> None:
     """Measure the engine alone, beside the limits that the machine sets (measured in the same run)."""
@@ -210,7 +211,10 @@ def bench_engine(
                 flush=True,
             )
 
-    rows = engine.measure(file, options, limits, batches, prompt, output, show)
+    seconds: dict[str, float] = {}
+    rows = engine.measure(file, options, limits, batches, prompt, output, show, seconds)
+    for operation, spent in sorted(seconds.items(), key=lambda item: -item[1]) if profile and not json else ():
+        print(f"{spent / sum(seconds.values()):>6.1%}  {operation}")
     if json:
         print(msgspec.json.encode({"model": _short(model), "rows": rows}).decode())
 

@@ -15,6 +15,7 @@ from tricorn.engine.engine import Engine
 from tricorn.engine.factory import open_executor
 from tricorn.engine.options import EngineOptions
 from tricorn.request import Request, SamplingParams
+from tricorn.runtime.native import NativeExecutor
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -41,9 +42,10 @@ def measure(
     prompt: int,
     output: int,
     told: Callable[[Row], None] = lambda row: None,
+    profile: dict[str, float] | None = None,
 ) -> list[Row]:
     """Runs each batch size once after a warm-up. Prompts are random ids, different in each run, so that nothing is
-    cached."""
+    cached. `profile` collects the seconds spent in each kind of operation."""
     executor, info = open_executor(options)
     random = np.random.default_rng(0)
     limits = _Limits(file, machine, options.kv_type)
@@ -67,8 +69,20 @@ def measure(
         )
         rows.append(row)
         told(row)
+    if profile is not None and isinstance(executor, NativeExecutor):
+        profile.update(_profile(file, executor))
     executor.close()
     return rows
+
+
+def _profile(file: EngineFile, executor: NativeExecutor) -> dict[str, float]:
+    begin, *operations, sampling = executor.operation_seconds()
+    seconds = {"embed": begin, "sample": sampling}
+    for op, spent in zip(file.plan.ops, operations, strict=True):
+        parts = [segment.weight.split(".")[-2] for segment in op.segments]
+        name = " ".join([op.op, *parts])
+        seconds[name] = seconds.get(name, 0.0) + spent
+    return seconds
 
 
 def _run(

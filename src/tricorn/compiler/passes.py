@@ -329,8 +329,3 @@ def plan_memory(buffers: list[Buffer], ops: list[Op], always: tuple[int, ...]) -
         free_at[slot : slot + 1] = [last[b]]
         placed[b] = Buffer(buffers[b].name, buffers[b].kind, buffers[b].columns, buffers[b].sampled, slot)
     return tuple(placed)
-
-
-def biases(nodes: Nodes) -> dict[str, list[str | None]]:
-    """The joined biases that merged products ask for: name -> the sources, None standing for zeros."""
-    return {f"{n.output}.bias": n.attrs["biases"] for n in nodes if n.op == "projections" and any(n.attrs["biases"])}
