@@ -224,7 +224,6 @@ void Executor::prepare(const Step& step) {
 }
 
 Result Executor::execute(Step& step, Pool& pool) {
-    const auto begin = std::chrono::steady_clock::now();
     resolve(step);
     prepare(step);
     const SamplingColumns& columns = step.sampling;
@@ -266,7 +265,6 @@ Result Executor::execute(Step& step, Pool& pool) {
         finish_phase(ops + 1);
     });
     last_ids_ = result.ids;
-    result.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
     return result;
 }
 

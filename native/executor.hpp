@@ -98,7 +98,6 @@ struct Result {
     std::vector<int32_t> ids, rank, top_ids;
     std::vector<float> logprob, top_logprobs;
     int alternatives = 0;
-    double seconds = 0;
 };
 
 class Executor {

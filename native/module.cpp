@@ -280,7 +280,7 @@ class PyExecutor {
         return executor_.submit(std::move(step));
     }
 
-    // (ids, logprob, rank, top_ids, top_logprobs, seconds)
+    // (ids, logprob, rank, top_ids, top_logprobs)
     nb::tuple wait(int64_t ticket) {
         Result r;
         {
@@ -290,7 +290,7 @@ class PyExecutor {
         const size_t rows = r.ids.size(), n = static_cast<size_t>(r.alternatives);
         return nb::make_tuple(give(std::move(r.ids), {rows}), give(std::move(r.logprob), {rows}),
                               give(std::move(r.rank), {rows}), give(std::move(r.top_ids), {rows, n}),
-                              give(std::move(r.top_logprobs), {rows, n}), r.seconds);
+                              give(std::move(r.top_logprobs), {rows, n}));
     }
 
     size_t page_bytes() const { return executor_.page_bytes(); }

@@ -105,12 +105,7 @@ def _sources(plan: Plan, checkpoint: Checkpoint) -> list[tuple[str, Tensor]]:
 
 def _joined(name: str, plan: Plan, checkpoint: Checkpoint) -> Tensor:
     """The bias of a merged product: those of its parts, zeros where a part has none."""
-    op = next(op for op in plan.ops if op.bias == name)
-    parts = []
-    for other in plan.ops:
-        if other.bias != name:
-            continue
-        parts += [(s.column, s.weight) for s in other.segments]
+    parts = [(segment.column, segment.weight) for op in plan.ops if op.bias == name for segment in op.segments]
     values = []
     for _, weight in sorted(parts):
         rows = checkpoint.tensors[weight].shape[0]
@@ -118,7 +113,6 @@ def _joined(name: str, plan: Plan, checkpoint: Checkpoint) -> Tensor:
         values.append(
             checkpoint.tensors[bias].dequantize() if bias in checkpoint.tensors else np.zeros(rows, np.float32)
         )
-    assert op.bias == name
     return from_float32(np.concatenate(values))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from tricorn.engine.messages import EngineInfo
 from tricorn.engine.options import EngineOptions, Sizes, derive
 from tricorn.models.graph import Graph
-from tricorn.runtime.step import PAGE, Executor
+from tricorn.runtime.step import PAGE, Executor, page_bytes
 from tricorn.scheduler.limits import Limits
 from tricorn.weights.tokenizer import undecodable_ids
 
@@ -22,12 +22,12 @@ def open_executor(options: EngineOptions) -> tuple[Executor, EngineInfo]:
 
 def _native(options: EngineOptions) -> tuple[Executor, EngineInfo]:
     from tricorn.compiler.engine_file import EngineFile
-    from tricorn.runtime.native import NativeExecutor
+    from tricorn.runtime import native
 
     file = EngineFile.open(Path(options.path))
-    size = page_bytes(file.graph, 4 if options.kv_type == "f32" else 2)
+    size = native.page_bytes(file, options.kv_type)
     sizes = derive(options, size, file.graph.context)
-    executor = NativeExecutor(
+    executor = native.NativeExecutor(
         file,
         threads=sizes.threads,
         pages=sizes.pages,
@@ -59,11 +59,6 @@ def _reference(options: EngineOptions) -> tuple[Executor, EngineInfo]:
         graph, weights, pages=sizes.pages, max_tokens=sizes.max_tokens, max_rows=sizes.max_rows
     )
     return executor, _info(options, sizes, graph, name, eos_ids, tokenizer, size)
-
-
-def page_bytes(graph: Graph, value_bytes: int) -> int:
-    """What a page takes: keys and values of all layers for PAGE tokens."""
-    return graph.layers * 2 * graph.kv_heads * graph.head_dim * value_bytes * PAGE
 
 
 def _info(

@@ -10,6 +10,7 @@ import numpy as np
 
 from tricorn import _native
 from tricorn.request import TricornError
+from tricorn.runtime import step
 from tricorn.runtime.sampling import scoring
 from tricorn.runtime.step import F32, PAGE, Step, StepResult
 
@@ -21,8 +22,7 @@ KV_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 
 def page_bytes(engine: EngineFile, kv_type: str = "f16") -> int:
     """Bytes of one page of the KV cache, all layers together."""
-    plan = engine.plan
-    return plan.layers * 2 * plan.kv_heads * plan.head_dim * KV_BYTES[kv_type] * PAGE
+    return step.page_bytes(engine.graph, KV_BYTES[kv_type])
 
 
 class NativeHandle:
@@ -34,7 +34,7 @@ class NativeHandle:
 
     def result(self) -> StepResult:
         if self._result is None:
-            ids, logprob, rank, top_ids, top_logprobs, _seconds = self._native.wait(self._ticket)
+            ids, logprob, rank, top_ids, top_logprobs = self._native.wait(self._ticket)
             self._result = StepResult(ids, logprob, rank, top_ids, top_logprobs)
         return self._result
 

@@ -8,12 +8,19 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from tricorn.models.graph import Graph
+
 I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
 U64 = NDArray[np.uint64]
 
 PAGE = 16
 """Tokens in a page of the KV cache."""
+
+
+def page_bytes(graph: Graph, value_bytes: int) -> int:
+    """What a page takes: keys and values of all layers for PAGE tokens."""
+    return graph.layers * 2 * graph.kv_heads * graph.head_dim * value_bytes * PAGE
 
 
 def _i32(*shape: int) -> I32:
