@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tricorn.cache.pool import PagePool
 from tricorn.cache.radix import RadixTree
-from tricorn.request import TricornError
+from tricorn.request import Namespace, TricornError
 
 PAGE = 16
 FIXED = settings(derandomize=True, deadline=None, max_examples=80)
@@ -21,7 +21,7 @@ def tokens(*ids: int) -> np.ndarray:
     return np.array(ids, np.int32)
 
 
-def put(tree: RadixTree, text: np.ndarray, namespace: str = "") -> np.ndarray:
+def put(tree: RadixTree, text: np.ndarray, namespace: Namespace = Namespace()) -> np.ndarray:
     """Inserts a text as if it had just been computed on fresh pages, and lets go of them."""
     count = -(-len(text) // PAGE)
     if tree.pool.free < count:
@@ -32,7 +32,7 @@ def put(tree: RadixTree, text: np.ndarray, namespace: str = "") -> np.ndarray:
     return kept
 
 
-def get(tree: RadixTree, text: np.ndarray, namespace: str = "") -> int:
+def get(tree: RadixTree, text: np.ndarray, namespace: Namespace = Namespace()) -> int:
     """How many tokens of a text are known."""
     match = tree.match(namespace, text)
     tree.pool.release(match.pages)
@@ -137,7 +137,7 @@ def test_least_recently_used_leaves_go_first() -> None:
     for text in texts:
         put(tree, text)
     assert get(tree, texts[0]) == 20
-    held = tree.match("", texts[1])
+    held = tree.match(Namespace(), texts[1])
     assert tree.evict(4) == 4
     assert [get(tree, text) for text in texts] == [20, 20, 0, 0]
     assert tree.evict(8) == 2  # what is held stays
@@ -152,7 +152,7 @@ def test_least_recently_used_leaves_go_first() -> None:
 def test_a_page_evicted_while_it_is_copied_from_is_not_free() -> None:
     tree = RadixTree(PagePool(2))
     put(tree, tokens(1, 2, 3))
-    match = tree.match("", tokens(1, 2, 9))
+    match = tree.match(Namespace(), tokens(1, 2, 9))
     assert (match.tail_tokens, match.tokens, len(match.pages)) == (2, 2, 0)
     assert tree.evict(2) == 0
     put(tree, tokens(1, 2, 3, 4))  # takes the place of the page under copy
@@ -179,7 +179,7 @@ def test_random_texts(seed: int, pages: int, width: int) -> None:
                     put(tree, text)
                     put_in.append(text)
             case 1:
-                found = tree.match("", text)
+                found = tree.match(Namespace(), text)
                 known = max((common(text, t) for t in put_in), default=0)
                 assert found.tokens <= known
                 held.append(found.pages)

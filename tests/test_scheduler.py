@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fake_executor import VOCAB, FakeExecutor, expected
 from tricorn.engine.engine import Engine
-from tricorn.request import Output, Request, SamplingParams, TricornError
+from tricorn.request import Namespace, Output, Request, SamplingParams, Service, TricornError
 from tricorn.runtime.step import PAGE, StepResult
 from tricorn.scheduler.limits import Limits
 
@@ -59,7 +59,13 @@ class Bench:
 
     def add(self, prompt: list[int], seed: int = 7, salt: str = "", **params: object) -> str:
         id = f"r{len(self.requests)}"
-        request = Request(id=id, prompt=list(prompt), params=SamplingParams(**params), seed=seed, salt=salt)  # type: ignore
+        request = Request(
+            id=id,
+            prompt=list(prompt),
+            params=SamplingParams(**params),
+            seed=seed,
+            service=Service(namespace=Namespace(salt)),
+        )  # type: ignore
         self.engine.add(request)
         self.requests[id] = request
         return id

@@ -6,11 +6,11 @@ engine process as MessagePack. This module imports nothing of ours.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "timeout", "abort", "error"]
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
@@ -51,18 +51,44 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     n: int = 1
 
 
-class Request(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
+class Namespace(NamedTuple):
+    """What must agree, beside the token ids, before one request may use what another has computed. Each field is
+    compared by itself, so that no salt can pass for a tenant."""
+
+    salt: str = ""
+    tenant: str = ""
+    adapter: str = ""
+
+
+class Service(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a request is to be served; nothing here changes a bit of its answer.
+
+    `priority` (-100 to 100, higher first) counts under the policy of that name. `deadline` is a `time.monotonic()` of
+    this machine. `retention` (0 to 100) says how long the pages that it computes are kept: those of lower value are
+    evicted first; for `pin_seconds` from its end they go only when nothing else is left.
+    """
+
+    namespace: Namespace = Namespace()
+    priority: int = 0
+    deadline: float | None = None
+    retention: int = 50
+    pin_seconds: float = 0.0
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True, tag="add", omit_defaults=True):
     """One sequence for the engine. A client's request with `n` > 1 becomes n of these.
 
     `id` is unique inside the engine. `seed` is always a concrete unsigned 64-bit number here: the frontend draws one
-    when the client gave none. `salt` separates namespaces of the prefix cache.
+    when the client gave none. `resume` holds the ids that an earlier engine sampled for this request: this one goes on
+    after them, bit for bit.
     """
 
     id: str
     prompt: list[int]
     params: SamplingParams
     seed: int
-    salt: str = ""
+    service: Service = Service()
+    resume: list[int] = []
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):
@@ -81,12 +107,22 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: list[float]
 
 
-class Output(msgspec.Struct, frozen=True, kw_only=True):
+class Timings(msgspec.Struct, frozen=True, array_like=True):
+    """Where the life of a request went, in seconds: until it was admitted, from there to its first token, and from
+    there to its end. Phases that it did not reach are 0."""
+
+    queued: float = 0.0
+    prefill: float = 0.0
+    decode: float = 0.0
+
+
+class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one step brought to one request: new token ids and, at the end, why it ended.
 
     `token_ids` holds every sampled id in order, end-of-sequence and stop tokens included. `logprobs` has one entry per
     id when asked for. `prompt_logprobs` comes once, with the first output: one entry per prompt token, the first None.
-    `cached_tokens` is how many prompt tokens came from the prefix cache. `error` goes with reason "error".
+    `cached_tokens` is how many prompt tokens came from the prefix cache. `error` goes with reason "error", `timings`
+    with any. Reason "timeout": its deadline passed, in the queue (no ids were ever sent) or while it ran.
     """
 
     id: str
@@ -97,3 +133,4 @@ class Output(msgspec.Struct, frozen=True, kw_only=True):
     stop_token: int | None = None
     cached_tokens: int = 0
     error: str | None = None
+    timings: Timings | None = None

@@ -56,7 +56,7 @@ def measure(
         before = engine.stats()
         prefill, decode = _run(engine, random, info.vocab, batch, prompt, output)
         after = engine.stats()
-        host = (after.host_seconds - before.host_seconds) / (prefill + decode)
+        host = (sum(after.host_seconds.values()) - sum(before.host_seconds.values())) / (prefill + decode)
         row = Row(
             batch=batch,
             prompt=prompt,

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tricorn.cache.pool import PagePool
-from tricorn.request import TricornError
+from tricorn.request import Namespace, TricornError
 
 I32 = NDArray[np.int32]
 
@@ -78,17 +78,17 @@ class Match:
 
 
 class RadixTree:
-    """Prefixes over the pages of `pool`, one tree per namespace (a cache salt)."""
+    """Prefixes over the pages of `pool`, one tree per namespace."""
 
     def __init__(self, pool: PagePool, page_size: int = 16) -> None:
         self.pool = pool
         self.page_size = page_size
-        self._roots: dict[str, _Node] = {}
+        self._roots: dict[Namespace, _Node] = {}
         self._tick = 0
         self._leaves: list[tuple[int, int, _Node]] = []  # a heap of (used, serial, leaf); entries may be stale
         self._serial = 0
 
-    def match(self, namespace: str, tokens: I32) -> Match:
+    def match(self, namespace: Namespace, tokens: I32) -> Match:
         """The longest known prefix of `tokens` [T]; its pages are held for the caller."""
         node = self._roots.get(namespace)
         pages: list[int] = []
@@ -112,7 +112,7 @@ class RadixTree:
             self.pool.share(np.array([tail_page], np.int32))
         return Match(full, tail_page, tail_tokens, len(pages) * self.page_size + tail_tokens)
 
-    def insert(self, namespace: str, tokens: I32, pages: I32) -> I32:
+    def insert(self, namespace: Namespace, tokens: I32, pages: I32) -> I32:
         """Puts a computed prefix into the tree: `tokens` [T] whose KV lies in `pages` [ceil(T / page size)], which the
         caller holds.
 
@@ -124,7 +124,7 @@ class RadixTree:
         if node is None:
             if not len(tokens):
                 return pages[:0]
-            node = self._roots[namespace] = _Node(None, namespace.encode("utf-8", "surrogatepass"), -1, self._tick)
+            node = self._roots[namespace] = _Node(None, b"", -1, self._tick)
         kept = pages[: len(tokens) // self.page_size].copy()
         for index, key in enumerate(_keys(tokens, self.page_size)):
             node = self._insert_page(node, key, int(pages[index]))
@@ -202,7 +202,7 @@ class RadixTree:
         if parent.children or replaced:
             return
         if parent.parent is None:
-            del self._roots[parent.key.decode("utf-8", "surrogatepass")]
+            del self._roots[next(name for name, root in self._roots.items() if root is parent)]
         else:
             self._offer(parent)
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tricorn.cache.pool import PagePool
 from tricorn.cache.radix import RadixTree
-from tricorn.engine.messages import EngineStats
+from tricorn.engine.messages import EngineState, EngineStats
 from tricorn.request import Output, Request, TricornError
 from tricorn.runtime.step import Executor, Handle, StepResult
 from tricorn.scheduler.batch import Batch
 from tricorn.scheduler.limits import Limits
+from tricorn.scheduler.options import SchedulerOptions
 from tricorn.scheduler.scheduler import Scheduler
 
 
@@ -29,17 +32,29 @@ class Engine:
     """Serves requests step by step. With `overlap`, a step is scheduled and submitted while the one before still runs;
     without, each is waited for. `debug` checks the books of the cache after every step."""
 
-    def __init__(self, executor: Executor, limits: Limits, *, overlap: bool = True, debug: bool = False) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        limits: Limits,
+        options: SchedulerOptions = SchedulerOptions(),
+        *,
+        overlap: bool = True,
+        debug: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.executor = executor
         self.pool = PagePool(executor.pages)
-        self.scheduler = Scheduler(self.pool, RadixTree(self.pool), limits)
+        self.scheduler = Scheduler(self.pool, RadixTree(self.pool), limits, options, clock)
+        self.waiting_since: float | None = None
+        """When it began to wait for a step that has not ended yet."""
+        self._clock = clock
         self._overlap = overlap
         self._debug = debug
         self._flying: tuple[Batch, Handle] | None = None
-        self._steps = 0
-        self._step_seconds = 0.0
-        self._host_seconds = 0.0
         self._ended = 0.0
+        self._steps: Counter[str] = Counter()
+        self._step_seconds: defaultdict[str, float] = defaultdict(float)
+        self._host_seconds: defaultdict[str, float] = defaultdict(float)
 
     @property
     def idle(self) -> bool:
@@ -56,10 +71,11 @@ class Engine:
     def step(self) -> list[Output]:
         """Submits the next batch, then waits for the one before it; gives what that one brought. A step that fails ends
         its own requests with reason "error", and the engine lives on."""
-        began = time.perf_counter()
+        began = self._clock()
         batch = self.scheduler.schedule()
+        scheduled = self._spent("schedule", began)
         submitted = None if batch is None else (batch, self._submit(batch))
-        self._host_seconds += time.perf_counter() - began
+        self._spent("submit", scheduled)
         if not self._overlap:
             return [] if submitted is None else self._finish(*submitted, began)
         flying, self._flying = self._flying, submitted
@@ -75,11 +91,21 @@ class Engine:
             pages_held=pool.held,
             pages_cached=pool.cached,
             finished={str(reason): count for reason, count in scheduler.finished.items()},
-            steps=self._steps,
-            step_seconds=self._step_seconds,
-            host_seconds=self._host_seconds,
-            **scheduler.counts,
+            steps=dict(self._steps),
+            step_seconds=dict(self._step_seconds),
+            host_seconds=dict(self._host_seconds),
+            **scheduler.counts,  # type: ignore[arg-type]
         )
+
+    def state(self) -> EngineState:
+        """What is going on, for people: requests, pages, tree."""
+        return EngineState({})
+
+    def _spent(self, phase: str, since: float) -> float:
+        """Books the time since then as the host's; gives the time now."""
+        now = self._clock()
+        self._host_seconds[phase] += now - since
+        return now
 
     def _submit(self, batch: Batch) -> Handle:
         try:
@@ -88,17 +114,22 @@ class Engine:
             return _Failed(error)
 
     def _finish(self, batch: Batch, handle: Handle, began: float) -> list[Output]:
+        self.waiting_since = self._clock()
         try:
             result = handle.result()
+        except MemoryError:
+            raise  # nothing can be promised any more: let the process end, and be replaced
         except Exception as error:
             outputs = self.scheduler.fail(batch, f"the step failed: {_line(error)}")
         else:
-            ended = time.perf_counter()
-            self._steps += 1
-            self._step_seconds += ended - max(began, self._ended)
+            ended = self._clock()
+            kind = "decode" if batch.decodes == len(batch.sequences) else "mixed" if batch.decodes else "prefill"
+            self._steps[kind] += 1
+            self._step_seconds[kind] += ended - max(began, self._ended)
             self._ended = ended
             outputs = self.scheduler.commit(batch, result)
-            self._host_seconds += time.perf_counter() - ended
+            self._spent("commit", ended)
+        self.waiting_since = None
         if self._debug:
             self.scheduler.check()
         return outputs

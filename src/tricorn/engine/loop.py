@@ -6,8 +6,8 @@ import time
 from typing import Protocol
 
 from tricorn.engine.engine import Engine
-from tricorn.engine.messages import Close, FromEngine, Outputs, ToEngine
-from tricorn.request import Output, Request, TricornError
+from tricorn.engine.messages import Close, FromEngine, Inspect, Outputs, ToEngine
+from tricorn.request import Abort, Output, Request, TricornError
 
 STATS_SECONDS = 0.1
 """How often a busy engine sends its stats; it also does when it falls idle."""
@@ -32,20 +32,24 @@ def run(engine: Engine, mailbox: Mailbox) -> None:
             due = time.monotonic() + STATS_SECONDS
         outputs: list[Output] = []
         for message in mailbox.receive(wait=engine.idle):
-            if isinstance(message, Close):
-                return
-            outputs += _take(engine, message)
+            match message:
+                case Close():
+                    return
+                case Inspect():
+                    mailbox.send(engine.state())
+                case Abort(id):
+                    outputs += engine.abort(id)
+                case Request():
+                    outputs += _add(engine, message)
         if not engine.idle:
             outputs += engine.step()
         if outputs:
             mailbox.send(Outputs(outputs))
 
 
-def _take(engine: Engine, message: ToEngine) -> list[Output]:
-    if not isinstance(message, Request):
-        return engine.abort(message.id) if not isinstance(message, Close) else []
+def _add(engine: Engine, request: Request) -> list[Output]:
     try:
-        engine.add(message)
+        engine.add(request)
     except TricornError as error:
-        return [Output(id=message.id, token_ids=[], finish_reason="error", error=str(error))]
+        return [Output(id=request.id, token_ids=[], finish_reason="error", error=str(error))]
     return []

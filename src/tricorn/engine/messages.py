@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from tricorn.request import Abort, Output, Request
@@ -37,28 +39,66 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
         return self.limits.max_running
 
 
-class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
-    """A snapshot. The first six are gauges; the rest count up from the start of the engine.
+class TierStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The disk tier: what it holds now, and totals. `writing` is False once it has stopped taking pages in."""
 
-    `finished` counts by reason. `step_seconds` is the time steps took, one after the other, `host_seconds` the part of
-    it that Python spent on scheduling, submitting and committing (mostly while a step ran).
+    pages: int = 0
+    pages_most: int = 0
+    writing: bool = False
+    written_pages: int = 0
+    read_pages: int = 0
+    corrupt_pages: int = 0
+    dropped_pages: int = 0
+    """Not written because the queue of the writer was full."""
+    read_seconds: float = 0.0
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
+    """A snapshot. Up to `requests_per_second` these are gauges; the rest count up from the start of the engine.
+
+    `prefill_token_seconds` is what one more prompt token costs, `requests_per_second` the rate at which requests end,
+    both measured of late (0: not known yet); `free_slots` tells how many sequences could be admitted at once.
+    `steps` counts by what a step held: "prefill", "decode" or "mixed"; `step_seconds`, by the same, is the time they
+    took, one after the other. `host_seconds` is Python's part of it (mostly while a step ran), by phase: "schedule",
+    "submit", "commit". `finished` counts by reason.
     """
 
     running: int = 0
     waiting: int = 0
+    free_slots: int = 0
     pages_total: int = 0
     pages_free: int = 0
     pages_held: int = 0
     pages_cached: int = 0
+    prefill_token_seconds: float = 0.0
+    requests_per_second: float = 0.0
     finished: dict[str, int] = {}
     preemptions: int = 0
+    recomputed_tokens: int = 0
+    """Computed once before, and lost to a preemption."""
+    evicted_pages: int = 0
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
+    disk_hit_tokens: int = 0
+    """Of the hits, those read back from the disk tier."""
     prompt_tokens: int = 0
     generated_tokens: int = 0
-    steps: int = 0
-    step_seconds: float = 0.0
-    host_seconds: float = 0.0
+    prefill_rows: int = 0
+    decode_rows: int = 0
+    steps: dict[str, int] = {}
+    step_seconds: dict[str, float] = {}
+    host_seconds: dict[str, float] = {}
+    disk: TierStats | None = None
+
+
+class Inspect(msgspec.Struct, frozen=True, tag="inspect"):
+    """Asks for an EngineState."""
+
+
+class EngineState(msgspec.Struct, frozen=True, tag="state"):
+    """The live scheduler, pages and tree, for people: see Engine.state."""
+
+    state: dict[str, Any]
 
 
 class Outputs(msgspec.Struct, frozen=True, tag="outputs"):
@@ -77,5 +117,5 @@ class Close(msgspec.Struct, frozen=True, tag="close"):
     """Tells the engine to stop."""
 
 
-ToEngine = Request | Abort | Close
-FromEngine = EngineInfo | EngineStats | Outputs | Failed
+ToEngine = Request | Abort | Inspect | Close
+FromEngine = EngineInfo | EngineStats | EngineState | Outputs | Failed

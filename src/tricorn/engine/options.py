@@ -11,6 +11,7 @@ import msgspec
 
 from tricorn.request import TricornError
 from tricorn.runtime.step import PAGE
+from tricorn.scheduler.options import SchedulerOptions
 
 KvType = Literal["f16", "bf16", "f32"]
 
@@ -36,6 +37,13 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: int | None = None
     max_sequences: int | None = None
     max_batched_tokens: int | None = None
+    scheduler: SchedulerOptions = SchedulerOptions()
+    kv_disk: str | None = None
+    """A folder for pages that memory has no room for (see cache/disk.py)."""
+    kv_disk_bytes: int = 4 << 30
+    """What the pages in that folder may take."""
+    step_timeout: float = 60.0
+    """An engine process whose step takes longer than so many seconds ends itself, to be started anew."""
     debug_checks: bool = False
     """Check the books of the cache after every step."""
 

@@ -27,7 +27,7 @@ from tricorn.frontend.errors import BadRequest, EngineFailure
 from tricorn.frontend.stop import StopMatcher
 from tricorn.frontend.template import ChatTemplate, Message, check_text, normalize
 from tricorn.frontend.tokenizer import Detokenizer, Tokenizer
-from tricorn.request import FinishReason, Output, Request, SamplingParams, TokenLogprobs, TricornError
+from tricorn.request import FinishReason, Output, Request, SamplingParams, Service, TokenLogprobs, TricornError
 from tricorn.scheduler.limits import check_request
 
 if TYPE_CHECKING:
@@ -274,7 +274,7 @@ class Frontend:
             raise BadRequest(f"{name}[{place}] is {id}, outside this model's ids 0 to {self.vocab - 1}", name)
 
     def generate(
-        self, prompts: Sequence[list[int]], params: SamplingParams, *, salt: str = ""
+        self, prompts: Sequence[list[int]], params: SamplingParams, *, service: Service = Service()
     ) -> AsyncGenerator[Delta, None]:
         """Runs every prompt `params.n` times; choice i of prompt p has index p * n + i.
 
@@ -285,20 +285,20 @@ class Frontend:
         checked = [self.check(prompt, params) for prompt in prompts]
         seed = secrets.randbits(64) if params.seed is None else params.seed & MASK64
         streams = [
-            self._sequence(prompt, own, derive_seed(seed, choice), place * params.n + choice, salt)
+            self._sequence(prompt, own, derive_seed(seed, choice), place * params.n + choice, service)
             for place, (prompt, own) in enumerate(zip(prompts, checked, strict=True))
             for choice in range(params.n)
         ]
         return streams[0] if len(streams) == 1 else _merge(streams)
 
     async def _sequence(
-        self, prompt: list[int], params: SamplingParams, seed: int, index: int, salt: str
+        self, prompt: list[int], params: SamplingParams, seed: int, index: int, service: Service
     ) -> AsyncGenerator[Delta, None]:
         assembler = Assembler(self.tokenizer, params, index)
         if params.max_tokens == 0 and params.prompt_logprobs is None:
             yield assembler.push(Output(id="", token_ids=[], finish_reason="length"))  # type: ignore[misc]
             return
-        request = Request(id=secrets.token_hex(12), prompt=prompt, params=params, seed=seed, salt=salt)
+        request = Request(id=secrets.token_hex(12), prompt=prompt, params=params, seed=seed, service=service)
         async with aclosing(self._submit(request)) as outputs:  # leaving before the last output aborts the request
             async for output in outputs:
                 delta = assembler.push(output)

@@ -6,9 +6,11 @@ import math
 
 import msgspec
 
-from tricorn.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, Request, SamplingParams, TricornError
+from tricorn.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, Request, SamplingParams, Service, TricornError
 
-MAX_SALT = 256
+MAX_NAME = 256
+MAX_PRIORITY = 100
+MAX_PIN_SECONDS = 86_400
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,9 +44,11 @@ def check_request(request: Request, limits: Limits) -> None:
             f"the prompt has {len(prompt)} tokens, but prompt and output together are limited to {limits.context};"
             " shorten the prompt"
         )
-    if len(request.salt) > MAX_SALT or not request.salt.isprintable():
-        raise TricornError(f"the cache salt must be at most {MAX_SALT} printable characters")
+    _check_service(request.service)
+    if request.resume and len(request.resume) >= min(params.max_tokens, limits.context - len(prompt)):
+        raise TricornError(f"a request cannot resume after {len(request.resume)} tokens: it ended there")
     _check_ids("the prompt", prompt, limits.vocab)
+    _check_ids("resume", request.resume, limits.vocab)
     _check_ids("stop_token_ids", params.stop_token_ids, limits.vocab)
     _check_ids("logit_bias", list(params.logit_bias), limits.vocab)
     if len(params.logit_bias) > MAX_LOGIT_BIAS:
@@ -52,6 +56,20 @@ def check_request(request: Request, limits: Limits) -> None:
     if not 0 <= request.seed < 2**64:
         raise TricornError(f"seed {request.seed} is not an unsigned 64-bit number")
     _check_numbers(params)
+
+
+def _check_service(service: Service) -> None:
+    for field, name in service.namespace._asdict().items():
+        if len(name) > MAX_NAME or not name.isprintable():
+            raise TricornError(f"the {field} must be at most {MAX_NAME} printable characters")
+    if not -MAX_PRIORITY <= service.priority <= MAX_PRIORITY:
+        raise TricornError(f"priority is {service.priority}; it must be from -{MAX_PRIORITY} to {MAX_PRIORITY}")
+    if not 0 <= service.retention <= 100:
+        raise TricornError(f"retention is {service.retention}; it must be from 0 to 100")
+    if not 0 <= service.pin_seconds <= MAX_PIN_SECONDS:
+        raise TricornError(f"pin_seconds is {service.pin_seconds}; it must be from 0 to {MAX_PIN_SECONDS}")
+    if service.deadline is not None and math.isnan(service.deadline):
+        raise TricornError("the deadline is not a number")
 
 
 def _check_ids(name: str, ids: list[int] | tuple[int, ...], vocab: int) -> None:

@@ -11,8 +11,10 @@ left, the youngest running sequence is preempted: its computed tokens go to the 
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from collections import Counter, deque
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +25,7 @@ from tricorn.request import FinishReason, Output, Request, TokenLogprobs, Tricor
 from tricorn.runtime.step import PAGE, StepResult
 from tricorn.scheduler.batch import Batch, build
 from tricorn.scheduler.limits import Limits, check_request
+from tricorn.scheduler.options import SchedulerOptions
 from tricorn.scheduler.policy import first_come, prefill_order
 from tricorn.scheduler.sequence import Sequence, Slots, pages_for
 
@@ -34,7 +37,14 @@ _NO_MATCH = Match(np.zeros(0, np.int32), -1, 0, 0)
 class Scheduler:
     """Joins the waiting queue, the page pool and the tree. Batches go to `commit` or `fail` in the order they came."""
 
-    def __init__(self, pool: PagePool, tree: RadixTree, limits: Limits) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        tree: RadixTree,
+        limits: Limits,
+        options: SchedulerOptions = SchedulerOptions(),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         if limits.context > pool.total * PAGE:
             raise TricornError(f"a context of {limits.context} tokens cannot fit in {pool.total} pages of {PAGE}")
         self.pool = pool
@@ -220,7 +230,7 @@ class Scheduler:
         """Gives a waiting sequence a slot and pages for its tokens, reusing what the tree has of all but the last."""
         tokens, tree, pool = sequence.tokens, self.tree, self.pool
         useful = min(len(tokens), max(sequence.total - 1, 1)) - 1  # one token at least is computed
-        match = _NO_MATCH if sequence.scoring else tree.match(sequence.salt, tokens[:useful])
+        match = _NO_MATCH if sequence.scoring else tree.match(sequence.namespace, tokens[:useful])
         count = pages_for(len(tokens)) - len(match.pages)
         # Each running sequence may need a page soon; without this one could be preempted as soon as it is back.
         reserve = len(self.running)
@@ -333,7 +343,7 @@ class Scheduler:
         already, from a sequence that computed the same at the same time, it takes the place of the sequence's own."""
         slot, full = sequence.slot, end // PAGE
         own = self._slots.pages[slot, :full]
-        kept = self.tree.insert(sequence.salt, self._slots.tokens[slot, : full * PAGE], own)
+        kept = self.tree.insert(sequence.namespace, self._slots.tokens[slot, : full * PAGE], own)
         changed = kept != own
         if changed.any():
             self.pool.share(kept[changed])
@@ -371,7 +381,7 @@ class Scheduler:
         pages = slots.pages[slot, : slots.page_count[slot]].copy()
         computed = int(slots.computed[slot])
         if sequence.publish:
-            self.tree.insert(sequence.salt, slots.tokens[slot, :computed], pages[: pages_for(computed)])
+            self.tree.insert(sequence.namespace, slots.tokens[slot, :computed], pages[: pages_for(computed)])
         self.pool.release(pages)
         if sequence.ended is None:
             sequence.tokens = slots.tokens[slot, : slots.length[slot]].copy()

@@ -28,12 +28,12 @@ class Sequence:
         "limit",
         "logprobs",
         "min_tokens",
+        "namespace",
         "outputs",
         "prompt_tokens",
         "publish",
         "refused",
         "request",
-        "salt",
         "scores",
         "slot",
         "stops",
@@ -45,14 +45,14 @@ class Sequence:
         params = request.params
         self.request = request
         self.id = request.id
-        self.salt = request.salt
+        self.namespace = request.service.namespace
         self.arrival = arrival
         self.slot = -1
-        self.tokens: I32 = np.array(request.prompt, np.int32)
+        self.tokens: I32 = np.array(request.prompt + request.resume, np.int32)
         self.prompt_tokens = len(request.prompt)
         self.limit = min(params.max_tokens, limits.context - self.prompt_tokens)
         self.total = self.prompt_tokens + self.limit
-        self.outputs = 0
+        self.outputs = len(request.resume)
         self.min_tokens = params.min_tokens
         self.stops = frozenset(params.stop_token_ids + (() if params.ignore_eos else limits.eos_ids))
         self.logprobs = params.logprobs

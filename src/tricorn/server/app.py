@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from tricorn.frontend.generate import Delta, Frontend, join
-from tricorn.request import SamplingParams
+from tricorn.request import Namespace, SamplingParams, Service
 from tricorn.server import answers, schema
 from tricorn.server.answers import Fields, Prompt
 from tricorn.server.errors import HttpError, printable
@@ -154,7 +154,9 @@ class Api:
         chat: bool,
         echo: bool,
     ) -> None:
-        deltas = self._frontend.generate([prompt.ids for prompt in prompts], params, salt=body.cache_salt or "")
+        deltas = self._frontend.generate(
+            [prompt.ids for prompt in prompts], params, service=Service(namespace=Namespace(salt=body.cache_salt or ""))
+        )
         watch = Watch(self.metrics, sum(len(prompt.ids) for prompt in prompts), len(prompts) * params.n, started)
         wants_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         job = Job(prompts, params, head, chat, echo, bool(body.return_token_ids), wants_usage, deltas, watch)

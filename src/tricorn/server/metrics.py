@@ -16,7 +16,7 @@ disable_created_metrics()  # type: ignore[no-untyped-call]
 LATENCY = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 """Bucket borders in seconds, for all three latencies."""
 
-REASONS = ("stop", "length", "abort", "error")
+REASONS = ("stop", "length", "timeout", "abort", "error")
 
 
 class Metrics:
