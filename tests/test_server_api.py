@@ -393,7 +393,7 @@ def test_salts_reach_the_engine() -> None:
     engine = ScriptedEngine([5])
     complete(engine, cache_salt="x")
     complete(engine)
-    assert [request.salt for request in engine.requests] == ["x", ""]
+    assert [request.service.namespace.salt for request in engine.requests] == ["x", ""]
     assert refused({"prompt": "x", "cache_salt": ""})["param"] == "cache_salt"
 
 
