@@ -106,6 +106,18 @@ Result Executor::wait(int64_t ticket) {
     return std::move(results_.extract(ticket).mapped());
 }
 
+void Executor::read_page(int page, uint8_t* bytes) const {
+    if (page < 0 || page >= limits_.pages) throw std::invalid_argument("no such page");
+    for (int layer = 0; layer < plan_.layers; ++layer)
+        std::memcpy(bytes + size(layer) * pages_.page_bytes, pages_.at(layer, page), pages_.page_bytes);
+}
+
+void Executor::write_page(int page, const uint8_t* bytes) {
+    if (page < 0 || page >= limits_.pages) throw std::invalid_argument("no such page");
+    for (int layer = 0; layer < plan_.layers; ++layer)
+        std::memcpy(pages_.at(layer, page), bytes + size(layer) * pages_.page_bytes, pages_.page_bytes);
+}
+
 std::vector<double> Executor::seconds() {
     std::lock_guard lock(mutex_);
     return seconds_;

@@ -113,6 +113,10 @@ class Executor {
     const Plan& plan() const { return plan_; }
     const Limits& limits() const { return limits_; }
     size_t page_bytes() const { return pages_.page_bytes * static_cast<size_t>(plan_.layers); }
+    // A page's bytes, layer after layer, out of the pool and into it; `bytes` has page_bytes() of them. May be called
+    // while steps run, for pages that none of them writes (or, when writing, names).
+    void read_page(int page, uint8_t* bytes) const;
+    void write_page(int page, const uint8_t* bytes);
     // Seconds spent so far: in the beginning of steps, in each operation of the plan, in sampling.
     std::vector<double> seconds();
     // The logits of the last step, [rows][vocabulary]; only while no step is under way.

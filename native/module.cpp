@@ -294,6 +294,21 @@ class PyExecutor {
     }
 
     size_t page_bytes() const { return executor_.page_bytes(); }
+    nb::object read_page(int page) {
+        std::vector<uint8_t> bytes(executor_.page_bytes());
+        {
+            nb::gil_scoped_release unlocked;
+            executor_.read_page(page, bytes.data());
+        }
+        return give(std::move(bytes), {executor_.page_bytes()});
+    }
+    void write_page(int page, const Array<uint8_t>& data) {
+        if (data.shape(0) != executor_.page_bytes())
+            throw std::invalid_argument("a page is " + std::to_string(executor_.page_bytes()) + " bytes, not " +
+                                        std::to_string(data.shape(0)));
+        nb::gil_scoped_release unlocked;
+        executor_.write_page(page, data.data());
+    }
     std::vector<double> seconds() { return executor_.seconds(); }
     nb::object last_logits() {
         size_t rows = 0;
@@ -327,5 +342,7 @@ NB_MODULE(_native, m) {
         .def("wait", &PyExecutor::wait, nb::arg("ticket"))
         .def("seconds", &PyExecutor::seconds)
         .def("last_logits", &PyExecutor::last_logits)
+        .def("read_page", &PyExecutor::read_page, nb::arg("page"))
+        .def("write_page", &PyExecutor::write_page, nb::arg("page"), nb::arg("data"))
         .def_prop_ro("page_bytes", &PyExecutor::page_bytes);
 }

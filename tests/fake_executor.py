@@ -111,6 +111,7 @@ class FakeExecutor:
     max_tokens: int = 64
     max_rows: int = 64
     vocab: int = VOCAB
+    page_bytes: int = PAGE * 8
     guard: Callable[[np.ndarray, np.ndarray], None] | None = None
     fail_at: set[int] = field(default_factory=set)
     steps: int = 0
@@ -128,6 +129,22 @@ class FakeExecutor:
         self._queue.append(handle)
         return handle
 
+    def read_page(self, page: int) -> np.ndarray:
+        return self.prints[page].view(np.uint8).copy()
+
+    def write_page(self, page: int, data: np.ndarray) -> None:
+        assert data.dtype == np.uint8
+        self._checked(self._untouched, page)
+        self.prints[page] = np.ascontiguousarray(data).view(np.uint64)
+
+    def _untouched(self, page: int) -> None:
+        """Nobody may be using a page that is written from outside."""
+        for handle in list(self._queue):
+            assert page not in handle.step.pages
+            assert page not in handle.step.copies
+        if self.guard:
+            self.guard(np.full(PAGE, page, np.int32), np.arange(PAGE))
+
     def close(self) -> None:
         pass
 
@@ -140,10 +157,10 @@ class FakeExecutor:
                 current.outcome = error
                 self._previous = [0] * len(current.step.sampling.rows)
 
-    def _checked(self, call: Callable[[Step], Any], step: Step) -> Any:
+    def _checked(self, call: Callable[[Any], Any], argument: Any) -> Any:
         """An engine lives on when a step raises; `problem` keeps what a test must hear of."""
         try:
-            return call(step)
+            return call(argument)
         except AssertionError as error:
             self.problem = error
             raise

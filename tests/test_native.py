@@ -366,3 +366,60 @@ def test_memory_there_is_not(engine_for: EngineFor) -> None:
         native(engine, pages=2**30)
     with pytest.raises(TricornError, match="avx10"):
         native(for_isa(engine, "avx10"))
+
+
+# Pages in and out
+
+
+@pytest.mark.parametrize("kv_type", ["f32", "f16", "bf16"])
+def test_pages_written_back_continue_bit_for_bit(engine_for: EngineFor, kv_type: str) -> None:
+    """What is read of some pages of one executor and written to others of another takes their place exactly."""
+    _, engine = engine_for("llama", "F32")
+    one, other = native(engine, kv_type=kv_type), native(engine, kv_type=kv_type)
+    for step in two_sequences()[:2]:
+        one.submit(step).result()
+    moved = {1: 5, 4: 2, 0: 3, 7: 6, 6: 4, 3: 0}
+    for page, target in moved.items():
+        data = one.read_page(page)
+        assert data.dtype == np.uint8
+        assert data.shape == (one.page_bytes,) == (page_bytes(engine, kv_type),)
+        assert data.any() == (page != 3)
+        other.write_page(target, data)
+        np.testing.assert_array_equal(other.read_page(target), data)
+    last = two_sequences()[2]
+    known = changed(last, token_ids=[*last.token_ids[:3], 5])
+    want = one.submit(known).result()
+    got = other.submit(
+        changed(known, pages=[moved[p] for p in known.pages.tolist()], copies=[[moved[1], moved[3]]])
+    ).result()
+    for name in ("ids", "logprob", "rank", "top_ids", "top_logprobs"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
+    one.close()
+    other.close()
+
+
+def test_pages_that_do_not_exist_are_refused(engine_for: EngineFor) -> None:
+    executor = native(engine_for("llama")[1])
+    data = executor.read_page(0)
+    for page in (-1, 8):
+        with pytest.raises(TricornError, match="no such page"):
+            executor.read_page(page)
+        with pytest.raises(TricornError, match="no such page"):
+            executor.write_page(page, data)
+    with pytest.raises(TricornError, match=f"a page is {len(data)} bytes, not {len(data) - 1}"):
+        executor.write_page(0, data[1:])
+    executor.close()
+
+
+def test_pages_are_copied_while_steps_run(engine_for: EngineFor) -> None:
+    executor = native(engine_for("llama")[1])
+    random = np.random.default_rng(0)
+    kept = {page: random.integers(0, 120, executor.page_bytes, np.uint8) for page in (2, 3, 5)}
+    want = executor.submit(FIRST).result().logprob
+    for _ in range(20):
+        handle = executor.submit(FIRST)
+        for page, data in kept.items():
+            executor.write_page(page, data)
+            np.testing.assert_array_equal(executor.read_page(page), data)
+        np.testing.assert_array_equal(handle.result().logprob, want)
+    executor.close()

@@ -159,3 +159,43 @@ def test_a_bad_step_fails_alone(rows: list[tuple[list[int], int, list[int]]], na
     with pytest.raises(TricornError, match=named):
         handle.result()
     assert len(executor.submit(step_of([([1, 2], 0, [0])])).result().ids) == 2
+
+
+def test_pages_written_back_continue_bit_for_bit() -> None:
+    """What is read of an executor's pages takes their place in another, at other places."""
+    ids = list(range(3, 43))
+    one, other = (executor_of(CASES["gemma2"], pages=8) for _ in range(2))
+    prefill(one, ids, [6, 1, 4])
+    for page, target in zip([6, 1, 4], [2, 7, 0], strict=True):
+        data = one.read_page(page)
+        assert data.dtype == np.uint8
+        assert data.shape == (one.page_bytes,)
+        other.write_page(target, data)
+        np.testing.assert_array_equal(other.read_page(target), data)
+    want, got = continued(one, len(ids), [6, 1, 4]), continued(other, len(ids), [2, 7, 0])
+    np.testing.assert_array_equal(want, got)
+    assert not np.array_equal(want, continued(other, len(ids), [7, 2, 0]))
+    with pytest.raises(TricornError, match=f"a page is {len(data)} bytes, not 3"):
+        other.write_page(0, data[:3])
+    with pytest.raises(TricornError, match=r"a page outside 0 \.\. 7"):
+        other.read_page(8)
+
+
+def prefill(executor: ReferenceExecutor, ids: list[int], pages: list[int]) -> None:
+    executor.submit(one_sequence(ids, 0, pages)).result()
+
+
+def continued(executor: ReferenceExecutor, position: int, pages: list[int]) -> F32:
+    """Logprobs of what follows one more token."""
+    return executor.submit(one_sequence([5], position, pages)).result().top_logprobs
+
+
+def one_sequence(ids: list[int], position: int, pages: list[int]) -> Step:
+    return Step(
+        token_ids=np.array(ids, np.int32),
+        positions=np.arange(position, position + len(ids), dtype=np.int32),
+        row_start=np.array([0, len(ids)], np.int32),
+        page_start=np.array([0, len(pages)], np.int32),
+        pages=np.array(pages, np.int32),
+        sampling=scoring(np.array([len(ids) - 1]), alternatives=5),
+    )

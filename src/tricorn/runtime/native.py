@@ -12,7 +12,7 @@ from tricorn import _native
 from tricorn.request import TricornError
 from tricorn.runtime import step
 from tricorn.runtime.sampling import scoring
-from tricorn.runtime.step import F32, PAGE, Step, StepResult
+from tricorn.runtime.step import F32, PAGE, U8, Step, StepResult
 
 if TYPE_CHECKING:
     from tricorn.compiler.engine_file import EngineFile
@@ -82,11 +82,24 @@ class NativeExecutor:
                 f"{engine.path}: {error or 'not enough memory for the KV pool and the buffers'}"
             ) from None
         self.pages, self.vocab = pages, engine.plan.vocab
+        self.page_bytes = self._native.page_bytes
         self.max_tokens, self.max_rows = max_tokens, max_rows
 
     def submit(self, step: Step) -> NativeHandle:
         try:
             return NativeHandle(self._native, self._native.submit(step))
+        except ValueError as error:
+            raise TricornError(str(error)) from None
+
+    def read_page(self, page: int) -> U8:
+        try:
+            return self._native.read_page(page)
+        except ValueError as error:
+            raise TricornError(str(error)) from None
+
+    def write_page(self, page: int, data: U8) -> None:
+        try:
+            self._native.write_page(page, data)
         except ValueError as error:
             raise TricornError(str(error)) from None
 

@@ -15,7 +15,7 @@ import numpy as np
 from tricorn.models.graph import Graph
 from tricorn.request import TricornError
 from tricorn.runtime.sampling import sample, scoring
-from tricorn.runtime.step import F32, I32, PAGE, Step, StepResult
+from tricorn.runtime.step import F32, I32, PAGE, U8, Step, StepResult, page_bytes
 
 BLOCK = 16
 """Rows in one matrix product."""
@@ -43,7 +43,7 @@ class ReferenceExecutor:
         self, graph: Graph, weights: Mapping[str, F32], *, pages: int, max_tokens: int = 512, max_rows: int = 512
     ) -> None:
         self.graph, self.weights = graph, weights
-        self.pages, self.vocab = pages, graph.vocab
+        self.pages, self.page_bytes, self.vocab = pages, page_bytes(graph, 4), graph.vocab
         self.max_tokens, self.max_rows = max_tokens, max_rows
         self.keys = np.zeros((graph.layers, pages, PAGE, graph.kv_heads, graph.head_dim), np.float32)
         self.values = np.zeros_like(self.keys)
@@ -56,6 +56,17 @@ class ReferenceExecutor:
         except TricornError as error:
             self.sampled = np.zeros(0, np.int32)
             return Finished(error)
+
+    def read_page(self, page: int) -> U8:
+        _check_range("page", np.array([page]), self.pages)
+        return np.stack([self.keys[:, page], self.values[:, page]]).view(np.uint8).reshape(-1)
+
+    def write_page(self, page: int, data: U8) -> None:
+        _check_range("page", np.array([page]), self.pages)
+        if len(data) != self.page_bytes:
+            raise TricornError(f"a page is {self.page_bytes} bytes, not {len(data)}")
+        both = np.ascontiguousarray(data).view(np.float32).reshape(2, *self.keys[:, page].shape)
+        self.keys[:, page], self.values[:, page] = both
 
     def close(self) -> None:
         """There is nothing to stop."""

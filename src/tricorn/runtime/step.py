@@ -13,6 +13,7 @@ from tricorn.models.graph import Graph
 I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
 U64 = NDArray[np.uint64]
+U8 = NDArray[np.uint8]
 
 PAGE = 16
 """Tokens in a page of the KV cache."""
@@ -111,9 +112,14 @@ class Handle(Protocol):
 
 
 class Executor(Protocol):
-    """Runs steps in the order they are submitted; `submit` returns at once. `pages` is the size of its KV pool."""
+    """Runs steps in the order they are submitted; `submit` returns at once. `pages` is the size of its KV pool.
+
+    Pages may be read and written while steps run, from any thread: read if no step under way writes them, written if
+    none names them.
+    """
 
     pages: int
+    page_bytes: int
     vocab: int
     max_tokens: int
     """The most token rows in a step."""
@@ -121,5 +127,13 @@ class Executor(Protocol):
     """The most sampled rows in a step."""
 
     def submit(self, step: Step) -> Handle: ...
+
+    def read_page(self, page: int) -> U8:
+        """A copy of all that a page holds [page_bytes], for `write_page` of the same kind of executor."""
+        ...
+
+    def write_page(self, page: int, data: U8) -> None:
+        """Puts back what `read_page` gave, into any page. Raises TricornError when it has another length."""
+        ...
 
     def close(self) -> None: ...
