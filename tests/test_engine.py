@@ -79,9 +79,9 @@ def test_gauges_fall_when_all_streams_are_closed() -> None:
 
     async def main() -> None:
         streams = [client.submit(request(f"r{i}", [3] * 30, max_tokens=1000, ignore_eos=True)) for i in range(12)]
-        for stream in streams[:8]:
+        for stream in streams[:2]:
             await anext(stream)
-        await until(lambda stats: stats.running == 8 and stats.waiting == 4, client)
+        await until(lambda stats: stats.running >= 2 and stats.running + stats.waiting == 12, client)
         for index, stream in enumerate(streams):
             await stream.aclose()
             client.abort(f"r{index}")  # a stream that nobody ever read from has nothing to close

@@ -72,24 +72,29 @@ class Engine:
         """Submits the next batch, then waits for the one before it; gives what that one brought. A step that fails ends
         its own requests with reason "error", and the engine lives on."""
         began = self._clock()
+        expired = self.scheduler.expire()
         batch = self.scheduler.schedule()
         scheduled = self._spent("schedule", began)
         submitted = None if batch is None else (batch, self._submit(batch))
         self._spent("submit", scheduled)
         if not self._overlap:
-            return [] if submitted is None else self._finish(*submitted, began)
+            return expired if submitted is None else expired + self._finish(*submitted, began)
         flying, self._flying = self._flying, submitted
-        return [] if flying is None else self._finish(*flying, began)
+        return expired if flying is None else expired + self._finish(*flying, began)
 
     def stats(self) -> EngineStats:
-        scheduler, pool = self.scheduler, self.pool
+        scheduler, pool, cost = self.scheduler, self.pool, self.scheduler.costs.cost
         return EngineStats(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
+            free_slots=scheduler.free_slots,
             pages_total=pool.total,
             pages_free=pool.free,
             pages_held=pool.held,
             pages_cached=pool.cached,
+            prefill_token_seconds=0.0 if cost is None else cost.prefill_seconds(0, 512) / 512,
+            requests_per_second=scheduler.requests_per_second,
+            evicted_pages=0,
             finished={str(reason): count for reason, count in scheduler.finished.items()},
             steps=dict(self._steps),
             step_seconds=dict(self._step_seconds),
@@ -99,7 +104,7 @@ class Engine:
 
     def state(self) -> EngineState:
         """What is going on, for people: requests, pages, tree."""
-        return EngineState({})
+        return EngineState(self.scheduler.state())
 
     def _spent(self, phase: str, since: float) -> float:
         """Books the time since then as the host's; gives the time now."""
@@ -125,9 +130,10 @@ class Engine:
             ended = self._clock()
             kind = "decode" if batch.decodes == len(batch.sequences) else "mixed" if batch.decodes else "prefill"
             self._steps[kind] += 1
-            self._step_seconds[kind] += ended - max(began, self._ended)
+            seconds = ended - max(began, self._ended)
+            self._step_seconds[kind] += seconds
             self._ended = ended
-            outputs = self.scheduler.commit(batch, result)
+            outputs = self.scheduler.commit(batch, result, seconds)
             self._spent("commit", ended)
         self.waiting_since = None
         if self._debug:

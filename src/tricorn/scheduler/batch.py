@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tricorn.runtime.step import PAGE, Sampling, Step
+from tricorn.scheduler.cost import Work
 from tricorn.scheduler.sequence import Sequence, Slots
 
 I32 = NDArray[np.int32]
@@ -31,6 +32,7 @@ class Batch:
     row_sequence: I32
     """[R] the index in `sequences` of each row of `sampling`."""
     sampled: NDArray[np.bool_]
+    work: Work
     releases: list[I32] = field(default_factory=list)
 
 
@@ -80,7 +82,14 @@ def build(
         sampling=sampling,
         copies=np.array(copies, np.int32).reshape(-1, 2),
     )
-    return Batch(step, sequences, end.tolist(), len(decodes), row_sequence, sampled)
+    return Batch(step, sequences, end.tolist(), len(decodes), row_sequence, sampled, _work(start, count, len(decodes)))
+
+
+def _work(start: I32, count: I32, decodes: int) -> Work:
+    """Of sequences that compute `count` tokens after `start` others; the first so many of them decode."""
+    tokens = count[decodes:]
+    pairs = tokens * (start[decodes:] + tokens / 2)
+    return Work(int(tokens.sum()), float(pairs.sum()), decodes, int(start[:decodes].sum()))
 
 
 def _sampling(slots: Slots, rows: I32, slot: I32, position: I32) -> Sampling:

@@ -1,20 +1,24 @@
 """The scheduler: who runs in the next step, on which pages.
 
-Every running sequence contributes its next token; what is left of the token budget goes to prefill chunks. A step may
-be scheduled while the one before still runs: ids not sampled yet travel as references to its rows. A sequence that
-turns out to have ended while a step that names it is in flight keeps its slot and pages until that step is done, and
-its extra row is thrown away.
+Every running sequence contributes its next token; what is left of the step goes to pieces of prompts, in the order of
+the policy, as many tokens as keep the step within the target time between tokens. A step may be scheduled while the one
+before still runs: ids not sampled yet travel as references to its rows. A sequence that turns out to have ended while a
+step that names it is in flight keeps its slot and pages until that step is done, and its extra row is thrown away.
 
 A sequence gets the pages of all its known tokens when it is admitted and one more at a time as it grows. When none is
-left, the youngest running sequence is preempted: its computed tokens go to the tree, and it waits in its old place.
+left, a running sequence is preempted: its computed tokens go to the tree, and it waits in its old place.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 import time
 from bisect import insort
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,19 +27,47 @@ from tricorn.cache.pool import PagePool
 from tricorn.cache.radix import Match, RadixTree
 from tricorn.request import FinishReason, Output, Request, TokenLogprobs, TricornError
 from tricorn.runtime.step import PAGE, StepResult
+from tricorn.scheduler.admission import Outlook
 from tricorn.scheduler.batch import Batch, build
+from tricorn.scheduler.cost import CostModel, Work
 from tricorn.scheduler.limits import Limits, check_request
 from tricorn.scheduler.options import SchedulerOptions
-from tricorn.scheduler.policy import first_come, prefill_order
-from tricorn.scheduler.sequence import Sequence, Slots, pages_for
+from tricorn.scheduler.policies import make
+from tricorn.scheduler.sequence import Sequence, Slots, arrival, pages_for
 
 I32 = NDArray[np.int32]
+
+EXPRESS_SHARE = 4
+"""One part in this many of a step's room for prompts is offered to the shortest first, so that a short request never
+waits for a long one to end."""
+
+LEAST_CHUNK = 16
+"""Prompts advance by so many tokens in a step, even when that takes longer than the target."""
+
+LEAST_SECONDS = 1e-3
+"""What is left of a step is not worth a piece of a prompt when it is less than this."""
+
+UNKNOWN_CHUNK = 64
+"""What a step with decoding sequences takes of prompts while the cost of a step is not known."""
+
+RETRY_SECONDS = 0.25
+"""When the first in the queue did not fit and nobody has left since, it is tried again after so long."""
 
 _NO_MATCH = Match(np.zeros(0, np.int32), -1, 0, 0)
 
 
+@dataclass(slots=True)
+class _Room:
+    """What a step has left for prompts: token rows, sampled rows, and seconds."""
+
+    tokens: int
+    rows: int
+    seconds: float
+
+
 class Scheduler:
-    """Joins the waiting queue, the page pool and the tree. Batches go to `commit` or `fail` in the order they came."""
+    """Joins the waiting queue, the page pool and the tree. Batches go to `commit` or `fail` in the order they came.
+    `clock` gives seconds."""
 
     def __init__(
         self,
@@ -50,11 +82,16 @@ class Scheduler:
         self.pool = pool
         self.tree = tree
         self.limits = limits
+        self.options = options
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.counts: Counter[str] = Counter()
-        """Totals: preemptions, prefix_queried_tokens, prefix_hit_tokens, prompt_tokens, generated_tokens."""
+        """Totals, under the names that EngineStats gives them."""
         self.finished: Counter[FinishReason] = Counter()
+        self.costs = CostModel()
+        self._policy = make(options.policy, tree)
+        self._outlook = Outlook(options.admission)
+        self._clock = clock
         self._slots = Slots(limits)
         self._sequences: dict[str, Sequence] = {}
         self._leaving: list[Sequence] = []
@@ -63,22 +100,38 @@ class Scheduler:
         self._copies: list[tuple[int, int]] = []
         self._sources: list[I32] = []  # pages copied from, held until their step is done
         self._arrivals = 0
-        self._full = False  # the head of the queue did not fit, and nobody has left since
+        self._full_until = -math.inf  # the first in the queue did not fit, and nobody has left since
+        self._deadlines: list[tuple[float, int, Sequence]] = []  # a heap
+        self._busy_seconds = 0.0
+        self._ends: deque[float] = deque(maxlen=64)  # of the last requests, in busy seconds
 
     @property
     def idle(self) -> bool:
         """Nothing to run and nothing in flight."""
         return not (self.waiting or self.running or self._flying)
 
+    @property
+    def free_slots(self) -> int:
+        """How many sequences could be admitted now, as far as is known."""
+        return len(self._slots.free) if self._clock() >= self._full_until else 0
+
+    @property
+    def requests_per_second(self) -> float:
+        """The rate at which requests have ended of late, while there was work; 0 when not known."""
+        span = self._busy_seconds - self._ends[0] if self._ends else 0.0
+        return (len(self._ends) - 1) / span if span > 0 else 0.0
+
     def add(self, request: Request) -> None:
         """Queues a request. Raises TricornError when it can never be served or its id is in use."""
         check_request(request, self.limits)
         if request.id in self._sequences:
             raise TricornError(f"the request id {request.id} is in use; ids must be unique")
-        sequence = Sequence(request, self._arrivals, self.limits)
+        sequence = Sequence(request, self._arrivals, self._clock(), self.limits)
         self._arrivals += 1
         self._sequences[sequence.id] = sequence
-        insort(self.waiting, sequence, key=first_come)
+        self.waiting.append(sequence)
+        if request.service.deadline is not None:
+            heapq.heappush(self._deadlines, (request.service.deadline, sequence.arrival, sequence))
 
     def abort(self, id: str) -> Output | None:
         """Drops a request at any moment; gives its last output, or None when there is no such request (any more)."""
@@ -89,12 +142,24 @@ class Scheduler:
         self._depart()
         return output
 
+    def expire(self) -> list[Output]:
+        """Ends the requests whose deadline has passed."""
+        outputs = []
+        now = self._clock()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            sequence = heapq.heappop(self._deadlines)[2]
+            if sequence.ended is None:
+                outputs.append(self._end(sequence, "timeout"))
+        if outputs:
+            self._depart()
+        return outputs
+
     def schedule(self) -> Batch | None:
         """The next batch, or None when nothing can run now. At most one batch may be uncommitted."""
         if len(self._flying) > 1:
             raise TricornError("two steps are in flight already: commit one first")
         decodes, partial = self._split()
-        prefills = self._prefills(partial, len(decodes))
+        prefills = self._prefills(partial, decodes)
         if not decodes and not prefills:
             return None
         batch = build(self._slots, decodes, prefills, self._copies)
@@ -102,11 +167,20 @@ class Scheduler:
         self._copies.clear()
         self._sources.clear()
         self._flying.append(batch)
+        for sequence in decodes:
+            self._policy.charge(sequence, 1)
+        for sequence, tokens in prefills:
+            self._policy.charge(sequence, tokens)
+        self.counts["decode_rows"] += batch.work.decode_rows
+        self.counts["prefill_rows"] += batch.work.prefill_tokens
         return batch
 
-    def commit(self, batch: Batch, result: StepResult) -> list[Output]:
-        """Takes in the result of the oldest batch in flight; gives what is new, at most one output per sequence."""
+    def commit(self, batch: Batch, result: StepResult, seconds: float) -> list[Output]:
+        """Takes in the result of the oldest batch in flight, which took so long; gives what is new, at most one output
+        per sequence."""
         self._land(batch)
+        self._busy_seconds += seconds
+        self.costs.observe(batch.work, seconds)
         sampled = np.flatnonzero(batch.sampled)
         owners = batch.row_sequence[sampled]
         ids = result.ids[sampled]
@@ -144,6 +218,14 @@ class Scheduler:
         if not np.array_equal(holders, self.pool.holders):
             raise TricornError("pages are held by nobody, or used unheld; please report this")
 
+    def state(self) -> dict[str, Any]:
+        """The requests, for people."""
+        return {
+            "running": [self._facts(sequence) for sequence in self.running],
+            "waiting": [self._facts(sequence) for sequence in self.waiting],
+            "cost": self.costs.cost,
+        }
+
     # Who runs
 
     def _split(self) -> tuple[list[Sequence], list[Sequence]]:
@@ -165,14 +247,14 @@ class Scheduler:
         return decodes, partials
 
     def _grow(self, needy: list[Sequence]) -> list[Sequence]:
-        """Gives each a page, preempting the youngest as need be. Returns those that must wait for a step in flight."""
+        """Gives each a page, preempting others as need be. Returns those that must wait for a step in flight."""
         stalled = []
-        for sequence in sorted(needy, key=first_come):
+        for sequence in sorted(needy, key=self._policy.rank):
             while sequence.runs and not self._available(1):
-                if self._leaving:
+                if self._leaving or any(batch.releases for batch in self._flying):
                     stalled.append(sequence)
                     break
-                self._preempt(max(self.running, key=first_come))
+                self._preempt(max(self.running, key=self._policy.rank))
             else:
                 if sequence.runs:
                     slot = sequence.slot
@@ -180,33 +262,70 @@ class Scheduler:
                     self._slots.page_count[slot] += 1
         return stalled
 
-    def _prefills(self, partial: list[Sequence], decodes: int) -> list[tuple[Sequence, int]]:
+    def _prefills(self, partial: list[Sequence], decodes: list[Sequence]) -> list[tuple[Sequence, int]]:
         """Shares what the decoding sequences leave of the step among prefills under way and sequences that wait."""
-        budget = self.limits.max_tokens - decodes
-        rows = self.limits.max_rows - decodes
         candidates = partial + self._admissible()
         if not candidates:
             return []
+        candidates.sort(key=arrival)
+        candidates = self._policy.order(candidates, self._clock())
+        room = self._room(decodes)
         granted: dict[Sequence, int] = {}
-        candidates.sort(key=first_come)
-        for sequence, most in prefill_order(candidates, [self._missing(sequence) for sequence in candidates], budget):
-            if budget < 1:
+        for sequence, share in self._turns(candidates, room):
+            if room.tokens < 1 or (granted and room.seconds < LEAST_SECONDS):
                 break
-            if sequence.slot < 0 and (self._full or not self._admit(sequence)):
+            if sequence.slot < 0 and (self._full or not self._admit(sequence, first=sequence is candidates[0])):
                 continue
             before = granted.get(sequence, 0)
-            tokens, used = self._chunk(sequence, before, min(before + most, before + budget), rows)
+            tokens, rows = self._chunk(sequence, before, self._most(sequence, before, room, share, granted), room.rows)
             if tokens > before:
                 granted[sequence] = tokens
-                budget -= tokens - before
-                rows -= used
+                room.tokens -= tokens - before
+                room.rows -= rows
+                room.seconds -= self._prefill_seconds(sequence, before, tokens)
         return list(granted.items())
+
+    def _room(self, decodes: list[Sequence]) -> _Room:
+        tokens, rows = self.limits.max_tokens - len(decodes), self.limits.max_rows - len(decodes)
+        if not decodes or not self.options.target_itl:
+            return _Room(tokens, rows, math.inf)
+        if self.costs.cost is None:
+            return _Room(min(tokens, UNKNOWN_CHUNK), rows, math.inf)
+        slot = [sequence.slot for sequence in decodes]
+        work = Work(decode_rows=len(decodes), decode_pairs=int(self._slots.computed[slot].sum()))
+        return _Room(tokens, rows, self.options.target_itl - self.costs.cost.seconds(work))
+
+    def _turns(self, candidates: list[Sequence], room: _Room) -> list[tuple[Sequence, int]]:
+        """Who prefills, in turn, and one part in how many of the room is theirs; one may be named twice."""
+        turns = [(sequence, 1) for sequence in candidates]
+        if self._policy.express and len(candidates) > 1 and room.tokens >= EXPRESS_SHARE and not candidates[0].refused:
+            shortest = min(candidates, key=self._missing)
+            if shortest is not candidates[0]:
+                turns.insert(0, (shortest, EXPRESS_SHARE))
+        return turns
+
+    def _most(self, sequence: Sequence, before: int, room: _Room, share: int, granted: dict[Sequence, int]) -> int:
+        """How many tokens of a prefill may run in this step, of which `before` are granted."""
+        most = room.tokens // share
+        if room.seconds != math.inf and self.costs.cost is not None:
+            start = int(self._slots.computed[sequence.slot]) + before
+            within = self.costs.cost.prefill_within(start, room.seconds / share)
+            most = min(most, within if granted else max(within, LEAST_CHUNK))
+        return before + most
+
+    def _prefill_seconds(self, sequence: Sequence, before: int, tokens: int) -> float:
+        if self.costs.cost is None:
+            return 0.0
+        start = int(self._slots.computed[sequence.slot]) + before
+        return self.costs.cost.prefill_seconds(start, tokens - before)
 
     def _admissible(self) -> list[Sequence]:
         """The waiting sequences that may be admitted in this step."""
-        if self._full or not self.waiting:
-            return []
-        return self.waiting[: min(len(self._slots.free), 1 if self.waiting[0].refused else len(self.waiting))]
+        return [] if self._full or not self._slots.free else self.waiting
+
+    @property
+    def _full(self) -> bool:
+        return self._clock() < self._full_until
 
     def _missing(self, sequence: Sequence) -> int:
         if sequence.slot < 0:
@@ -226,35 +345,57 @@ class Scheduler:
             return tokens, 0
         return (tokens, 1) if rows else (tokens - 1, 0)
 
-    def _admit(self, sequence: Sequence) -> bool:
+    def _admit(self, sequence: Sequence, first: bool) -> bool:
         """Gives a waiting sequence a slot and pages for its tokens, reusing what the tree has of all but the last."""
+        if not self._slots.free:
+            return False
         tokens, tree, pool = sequence.tokens, self.tree, self.pool
         useful = min(len(tokens), max(sequence.total - 1, 1)) - 1  # one token at least is computed
         match = _NO_MATCH if sequence.scoring else tree.match(sequence.namespace, tokens[:useful])
         count = pages_for(len(tokens)) - len(match.pages)
-        # Each running sequence may need a page soon; without this one could be preempted as soon as it is back.
-        reserve = len(self.running)
-        if match.tail_page >= 0 and not self._available(count + reserve):
+        if match.tail_page >= 0 and not self._fits(sequence, count):
             pool.release(np.array([match.tail_page], np.int32))
             match = Match(match.pages, -1, 0, len(match.pages) * PAGE)
-        if not self._available(count + reserve):
+        if not self._fits(sequence, count):
             pool.release(match.pages)
-            self._full = True
-            sequence.refused = sequence is self.waiting[0]
+            self._full_until = self._clock() + RETRY_SECONDS
+            sequence.refused = first
             return False
         fresh = self._alloc(count)
         if match.tail_page >= 0:
             self._copies.append((match.tail_page, int(fresh[0])))
             self._sources.append(np.array([match.tail_page], np.int32))
-        self._slots.enter(sequence, np.concatenate([match.pages, fresh]), match.tokens)
+        self._slots.enter(sequence, np.concatenate([match.pages, fresh]), match.tokens, len(match.pages))
         self.waiting.remove(sequence)
-        insort(self.running, sequence, key=first_come)
+        insort(self.running, sequence, key=arrival)
         self._order = None
         if sequence.cached_tokens < 0:
+            sequence.admitted = self._clock()
             sequence.cached_tokens = match.tokens
             self.counts["prefix_queried_tokens"] += sequence.prompt_tokens
             self.counts["prefix_hit_tokens"] += match.tokens
+        self.counts["recomputed_tokens"] += max(sequence.lost - match.tokens, 0)
         return True
+
+    def _fits(self, sequence: Sequence, count: int) -> bool:
+        """Whether a waiting sequence that takes `count` pages now can run beside those that do."""
+        pool = self.pool
+        if not self._available(count):
+            return False
+        if not self.running:
+            return True
+        if self._outlook.closed(pool.held, pool.total):
+            return False
+        slots, slot, length = self._slots, self._running_slots(), len(sequence.tokens)
+        columns = (
+            (slots.length[slot], length),
+            (slots.goal[slot], max(sequence.total - 1, 1)),
+            (slots.length[slot] - slots.prompt[slot], length - sequence.prompt_tokens),
+            (slots.page_count[slot], pages_for(length)),
+            (slots.page_count[slot] - slots.shared[slot], count),
+        )
+        peak = self._outlook.peak(pool.held + count, *(np.append(column, value) for column, value in columns))
+        return peak <= pool.total
 
     # What came of it
 
@@ -291,10 +432,11 @@ class Scheduler:
             return self._end(
                 sequence, "error", "no token can be sampled: everything is banned or the logits are not numbers"
             )
-        if sequence.outputs == 0:
+        if not sequence.first_token:
             self.counts["prompt_tokens"] += sequence.prompt_tokens
         self.counts["generated_tokens"] += 1
         sequence.outputs += 1
+        sequence.first_token = sequence.first_token or self._clock()
         logprobs = None if sequence.logprobs is None else [_logprobs(result, row, sequence.logprobs)]
         if token in sequence.stops:
             return self._end(sequence, "stop", None, [token], logprobs)
@@ -320,11 +462,14 @@ class Scheduler:
         sequence.ended = reason
         self.finished[reason] += 1
         del self._sequences[sequence.id]
+        if reason in ("stop", "length"):
+            self._outlook.ended(sequence.outputs)
+            self._ends.append(self._busy_seconds)
         if sequence.slot >= 0:
             self._leave(sequence)
         else:
             self.waiting.remove(sequence)
-            self._full = False
+            self._full_until = -math.inf
         return Output(
             id=sequence.id,
             token_ids=token_ids or [],
@@ -334,6 +479,7 @@ class Scheduler:
             stop_token=token_ids[0] if reason == "stop" and token_ids else None,
             cached_tokens=max(sequence.cached_tokens, 0),
             error=error,
+            timings=sequence.timings(self._clock()),
         )
 
     # Pages in, pages out
@@ -356,6 +502,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.counts["preemptions"] += 1
+        self._outlook.preempted()
         self._leave(sequence)
         self._depart()
 
@@ -385,12 +532,35 @@ class Scheduler:
         self.pool.release(pages)
         if sequence.ended is None:
             sequence.tokens = slots.tokens[slot, : slots.length[slot]].copy()
+            sequence.lost = computed
             sequence.leaving = False
             if sequence.scoring:
                 sequence.scores = [None]
-            insort(self.waiting, sequence, key=first_come)
+            insort(self.waiting, sequence, key=arrival)
         slots.leave(sequence)
-        self._full = False
+        self._full_until = -math.inf
+
+    def _facts(self, sequence: Sequence) -> dict[str, Any]:
+        slots, slot, now = self._slots, sequence.slot, self._clock()
+        service = sequence.request.service
+        facts: dict[str, Any] = {
+            "id": sequence.id,
+            "age_s": round(now - sequence.arrived, 3),
+            "prompt_tokens": sequence.prompt_tokens,
+            "output_tokens": sequence.outputs,
+            "max_tokens": sequence.limit,
+            "cached_tokens": max(sequence.cached_tokens, 0),
+            "priority": service.priority,
+            "tenant": service.namespace.tenant,
+            "deadline_s": None if service.deadline is None else round(service.deadline - now, 3),
+        }
+        if slot >= 0:
+            facts |= {
+                "phase": "decode" if slots.computed[slot] >= slots.prompt[slot] else "prefill",
+                "computed_tokens": int(slots.computed[slot]),
+                "pages": slots.pages[slot, : slots.page_count[slot]].tolist(),
+            }
+        return facts
 
     def _available(self, count: int) -> bool:
         return self.pool.free + self.pool.cached >= count

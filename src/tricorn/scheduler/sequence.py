@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from tricorn.request import FinishReason, Request, TokenLogprobs
+from tricorn.request import FinishReason, Request, Timings, TokenLogprobs
 from tricorn.runtime.step import PAGE
 from tricorn.scheduler.limits import Limits
 
@@ -17,16 +17,21 @@ class Sequence:
     """One request on its way. While it waits its tokens are in `tokens`; while it runs they are in its slot."""
 
     __slots__ = (
+        "__weakref__",
+        "admitted",
         "arrival",
+        "arrived",
         "ban",
         "bias",
         "cached_tokens",
         "ended",
+        "first_token",
         "id",
         "in_flight",
         "leaving",
         "limit",
         "logprobs",
+        "lost",
         "min_tokens",
         "namespace",
         "outputs",
@@ -41,12 +46,17 @@ class Sequence:
         "total",
     )
 
-    def __init__(self, request: Request, arrival: int, limits: Limits) -> None:
+    def __init__(self, request: Request, arrival: int, arrived: float, limits: Limits) -> None:
         params = request.params
         self.request = request
         self.id = request.id
         self.namespace = request.service.namespace
         self.arrival = arrival
+        """Its number in the order of arrival."""
+        self.arrived = arrived
+        self.admitted = 0.0
+        self.first_token = 0.0
+        """When that happened, in the seconds of the scheduler's clock; 0 while it has not."""
         self.slot = -1
         self.tokens: I32 = np.array(request.prompt + request.resume, np.int32)
         self.prompt_tokens = len(request.prompt)
@@ -64,6 +74,8 @@ class Sequence:
         self.ended: FinishReason | None = None
         self.leaving = False
         """No step takes it any more: it ended, or was preempted."""
+        self.lost = 0
+        """How many tokens were computed when it was preempted."""
         self.refused = False
         """It was the first in the queue once and did not fit: nobody may overtake it any more."""
         self.publish = True
@@ -83,6 +95,12 @@ class Sequence:
         """Whether prompt tokens remain to be scored, so that all of the prompt must be computed."""
         return self.scores is not None and len(self.scores) < self.prompt_tokens
 
+    def timings(self, now: float) -> Timings:
+        """How long each phase took, if it ended now."""
+        admitted = self.admitted or now
+        first_token = self.first_token or now
+        return Timings(admitted - self.arrived, first_token - admitted, now - first_token)
+
     def bias_at(self, outputs: int) -> tuple[I32, F32]:
         return self.ban if outputs < self.min_tokens else self.bias
 
@@ -98,9 +116,9 @@ class Slots:
     """Arrays of one line per running sequence, preallocated for `limits.max_running`.
 
     `tokens` [S, context] are all ids known; -1-j stands for the id that row j of the step in flight will sample.
-    `pages` [S, P] is the page table. `length` counts tokens, `computed` those whose KV is computed or in flight, `goal`
-    is where computing ends, `total` where the sequence ends. The last sampled token is never computed, so goal = total
-    - 1.
+    `pages` [S, P] is the page table, `shared` how many of its pages came from the tree. `length` counts tokens,
+    `computed` those whose KV is computed or in flight, `goal` is where computing ends, `total` where the sequence ends.
+    The last sampled token is never computed, so goal = total - 1.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -110,21 +128,23 @@ class Slots:
         self.tokens = np.zeros((count, limits.context), np.int32)
         self.pages = np.zeros((count, pages_for(limits.context)), np.int32)
         self.page_count, self.length, self.computed, self.goal, self.total, self.prompt = np.zeros((6, count), np.int32)
+        self.shared = np.zeros(count, np.int32)
         self.floats = np.zeros((len(FLOATS), count), np.float32)
         self.top_k, self.logprobs, self.prompt_logprobs, self.min_tokens = np.zeros((4, count), np.int32)
         self.seed = np.zeros(count, np.uint64)
         self.penalized, self.biased, self.scoring = np.zeros((3, count), np.bool_)
         self.mask = _decodable(limits)
 
-    def enter(self, sequence: Sequence, pages: I32, computed: int) -> None:
-        """Gives a waiting sequence a slot, with `pages` for all its tokens; the first `computed` have their KV
-        there."""
+    def enter(self, sequence: Sequence, pages: I32, computed: int, shared: int) -> None:
+        """Gives a waiting sequence a slot, with `pages` for all its tokens, the first `shared` of them not its own; the
+        first `computed` tokens have their KV there."""
         slot = sequence.slot = self.free.pop()
         self.sequences[slot] = sequence
         tokens, params = sequence.tokens, sequence.request.params
         self.tokens[slot, : len(tokens)] = tokens
         self.pages[slot, : len(pages)] = pages
         self.page_count[slot] = len(pages)
+        self.shared[slot] = shared
         self.length[slot] = len(tokens)
         self.computed[slot] = computed
         self.total[slot] = sequence.total
@@ -156,6 +176,11 @@ def _decodable(limits: Limits) -> NDArray[np.uint32]:
     bits = np.ones(words * 32, np.uint8)
     bits[list(limits.undecodable)] = 0
     return np.packbits(bits, bitorder="little").view(np.uint32)[None]
+
+
+def arrival(sequence: Sequence) -> int:
+    """The sort key of lists of sequences. A preempted one keeps the place of its first arrival."""
+    return sequence.arrival
 
 
 def pages_for(tokens: int) -> int:
