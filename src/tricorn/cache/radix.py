@@ -8,37 +8,62 @@ et al., "SGLang", 2024).
 Whoever holds the page of a node also holds those of its ancestors: `match` gives out whole paths, and `insert` tells
 the caller which pages the tree has already, to be used in place of its own. So every cached page can be evicted, leaf
 by leaf.
+
+Leaves go in this order: those not pinned now before those that are; of the former the lowest retention first, then the
+least recently used; of the pinned those whose time is up soonest. A node's retention, and the moment until which it is
+pinned, are the most that anybody who put a text through it has asked for, so an ancestor never wants to go before its
+descendants.
 """
 
 from __future__ import annotations
 
-import heapq
+import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tricorn.cache.keys import next_key, root_key
 from tricorn.cache.pool import PagePool
 from tricorn.request import Namespace, TricornError
 
 I32 = NDArray[np.int32]
+Order = tuple[float, int, int]
 
 
 class _Node:
-    """`keys` and `children` run in parallel; `used` is the tick of the last use; `alive` ends when the tree drops
-    it."""
+    """`keys` and `children` run in parallel; `used` is the tick of the last use; `queued` tells that the tree has it
+    among the leaves to evict. A root has no page, but a `namespace`. `digest` is the page's key outside memory, once it
+    has been asked for."""
 
-    __slots__ = ("alive", "children", "key", "keys", "page", "parent", "used")
+    __slots__ = (
+        "children",
+        "digest",
+        "key",
+        "keys",
+        "namespace",
+        "page",
+        "parent",
+        "pinned_until",
+        "queued",
+        "retention",
+        "used",
+    )
 
-    def __init__(self, parent: _Node | None, key: bytes, page: int, used: int) -> None:
+    def __init__(self, parent: _Node | None, key: bytes, page: int, namespace: Namespace | None = None) -> None:
         self.parent = parent
         self.key = key
         self.page = page
-        self.used = used
-        self.alive = True
+        self.namespace = namespace
+        self.digest: bytes | None = None
+        self.used = 0
+        self.retention = 0
+        self.pinned_until = 0.0
+        self.queued = False
         self.keys: list[bytes] = []
         self.children: list[_Node] = []
 
@@ -61,6 +86,14 @@ class _Node:
         at = bisect_left(self.keys, child.key)
         del self.keys[at], self.children[at]
 
+    def extend(self, child: _Node, key: bytes) -> None:
+        """Gives a child a longer key that begins with the one it has: its place among the others stays the same."""
+        self.keys[bisect_left(self.keys, child.key)] = child.key = key
+
+    def order(self, now: float) -> Order:
+        """Leaves of lower order are evicted first."""
+        return self.pinned_until if self.pinned_until > now else 0.0, self.retention, self.used
+
 
 @dataclass(frozen=True, slots=True)
 class Match:
@@ -78,80 +111,119 @@ class Match:
 
 
 class RadixTree:
-    """Prefixes over the pages of `pool`, one tree per namespace."""
+    """Prefixes over the pages of `pool`, one tree per namespace.
 
-    def __init__(self, pool: PagePool, page_size: int = 16) -> None:
+    For a tier below memory: `on_evict(key, page)` is called with each full page that is about to be freed, while its
+    content is still there; `engine_id` goes into the keys (see cache/keys.py). `clock` gives seconds, as `pinned_until`
+    does.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        page_size: int = 16,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        engine_id: bytes = b"",
+        on_evict: Callable[[bytes, int], None] | None = None,
+    ) -> None:
         self.pool = pool
         self.page_size = page_size
+        self.evicted_pages = 0
+        self._clock = clock
+        self._engine_id = engine_id
+        self._on_evict = on_evict
         self._roots: dict[Namespace, _Node] = {}
         self._tick = 0
-        self._leaves: list[tuple[int, int, _Node]] = []  # a heap of (used, serial, leaf); entries may be stale
+        # Each leaf is in one of these, with the order it had when it came there; its order may since have risen.
+        self._leaves: list[tuple[Order, int, _Node]] = []
+        self._pinned: list[tuple[Order, int, _Node]] = []
+        self._busy: list[_Node] = []  # were held when their turn came
         self._serial = 0
+        self._unsaved: dict[_Node, None] = {}  # full pages that `unsaved` has not given yet, in order of arrival
 
     def match(self, namespace: Namespace, tokens: I32) -> Match:
         """The longest known prefix of `tokens` [T]; its pages are held for the caller."""
-        node = self._roots.get(namespace)
-        pages: list[int] = []
-        tail_page, tail_tokens = -1, 0
+        nodes, known = self._descend(namespace, tokens)
         self._tick += 1
-        for key in _keys(tokens, self.page_size):
-            if node is None:
-                break
-            child, common = node.nearest(key)
-            if child is None or common < 4:
-                break
-            child.used = self._tick
-            if common < self.page_size * 4:
-                tail_page, tail_tokens = child.page, common // 4
-                break
-            pages.append(child.page)
-            node = child
-        full = np.array(pages, np.int32)
-        self.pool.share(full)
-        if tail_page >= 0:
-            self.pool.share(np.array([tail_page], np.int32))
-        return Match(full, tail_page, tail_tokens, len(pages) * self.page_size + tail_tokens)
+        for node in nodes:
+            node.used = self._tick
+        pages = np.array([node.page for node in nodes], np.int32)
+        self.pool.share(pages)
+        tail_tokens = known % self.page_size
+        if tail_tokens:
+            return Match(pages[:-1], int(pages[-1]), tail_tokens, known)
+        return Match(pages, -1, 0, known)
 
-    def insert(self, namespace: Namespace, tokens: I32, pages: I32) -> I32:
+    def peek(self, namespace: Namespace, tokens: I32) -> tuple[list[int], int]:
+        """The pages along the longest known prefix, a partly matching last one included, and its length in tokens.
+        Holds nothing and counts as no use."""
+        nodes, known = self._descend(namespace, tokens)
+        return [node.page for node in nodes], known
+
+    def insert(
+        self, namespace: Namespace, tokens: I32, pages: I32, retention: int = 50, pinned_until: float = 0.0
+    ) -> I32:
         """Puts a computed prefix into the tree: `tokens` [T] whose KV lies in `pages` [ceil(T / page size)], which the
         caller holds.
 
         Gives the page the tree now has for each *full* page of the text: the caller's own, or one with the same content
         that was there before. A caller that lives on must hold and use these instead of its own.
         """
+        if not len(tokens):
+            return pages[:0]
         self._tick += 1
         node = self._roots.get(namespace)
         if node is None:
-            if not len(tokens):
-                return pages[:0]
-            node = self._roots[namespace] = _Node(None, b"", -1, self._tick)
+            node = self._roots[namespace] = _Node(None, b"", -1, namespace)
         kept = pages[: len(tokens) // self.page_size].copy()
         for index, key in enumerate(_keys(tokens, self.page_size)):
             node = self._insert_page(node, key, int(pages[index]))
+            node.used = self._tick
+            node.retention = max(node.retention, retention)
+            node.pinned_until = max(node.pinned_until, pinned_until)
             if index < len(kept):
                 kept[index] = node.page
+        if not node.queued:
+            self._offer(node, self._clock())
         return kept
 
     def evict(self, count: int) -> int:
-        """Frees up to `count` cached pages, least recently used leaves first; gives how many."""
+        """Frees up to `count` cached pages, in the order told above; gives how many."""
+        now = self._clock()
+        self._wake(now)
         freed = 0
         while freed < count and self.pool.cached:
-            used, _, node = heapq.heappop(self._leaves)
-            if not node.alive or node.children:
+            order, _, node = heappop(self._leaves or self._pinned)
+            node.queued = False
+            if node.children:
                 continue
-            if self.pool.holders[node.page]:  # in use now; look again after everything that is not
-                self._tick += 1
-                node.used = self._tick
-            if node.used > used:
-                self._offer(node)
-                continue
-            self._drop(node)
-            freed += 1
+            if self.pool.holders[node.page]:
+                node.queued = True
+                self._busy.append(node)
+            elif node.order(now) > order:
+                self._offer(node, now)
+            else:
+                self._drop(node, now)
+                freed += 1
+        self.evicted_pages += freed
         return freed
 
     def clear(self) -> None:
         """Forgets everything nobody holds."""
         self.evict(self.pool.total)
+
+    def keys(self, namespace: Namespace, tokens: I32) -> list[bytes]:
+        """The keys, outside memory, of the full pages of a text."""
+        key = root_key(self._engine_id, namespace)
+        full = len(tokens) // self.page_size * self.page_size
+        return [key := next_key(key, ids) for ids in _keys(tokens[:full], self.page_size)]
+
+    def unsaved(self, limit: int) -> list[tuple[bytes, int]]:
+        """Up to `limit` full pages that were not given before, with their keys: the latest first, so that pages near a
+        root come late and are the last to be overwritten below. Only with `on_evict`."""
+        nodes = [self._unsaved.popitem()[0] for _ in range(min(limit, len(self._unsaved)))]
+        return [(self._digest(node), node.page) for node in nodes]
 
     def pages(self) -> dict[int, int]:
         """Every page of the tree, and how many tokens of it count."""
@@ -165,12 +237,14 @@ class RadixTree:
             count += len(node.children)
             partial = any(len(child.key) < self.page_size * 4 and child.children for child in node.children)
             nested = any(b.startswith(a) for a, b in pairwise(node.keys))
-            if partial or nested or node.keys != sorted(child.key for child in node.children):
+            lost = not (node.children or node.queued)
+            if partial or nested or lost or node.keys != [child.key for child in node.children]:
                 raise TricornError("the prefix tree is malformed; please report this")
             if node.parent and any(holders[child.page] > 0 == holders[node.page] for child in node.children):
                 raise TricornError("a page is held in the prefix tree while its parent is not; please report this")
         pages = self.pages()
-        if len(pages) != count or pages.keys() != set(np.flatnonzero(self.pool.in_tree).tolist()):
+        queued = len(self._leaves) + len(self._pinned) + len(self._busy)
+        if len(pages) != count or queued > count or pages.keys() != set(np.flatnonzero(self.pool.in_tree).tolist()):
             raise TricornError("the prefix tree and the page pool disagree; please report this")
 
     def _walk(self) -> Iterator[_Node]:
@@ -180,42 +254,94 @@ class RadixTree:
             stack.extend(node.children)
             yield node
 
+    def _descend(self, namespace: Namespace, tokens: I32) -> tuple[list[_Node], int]:
+        """The nodes along the longest known prefix of `tokens`, and its length; the last may agree in part."""
+        node = self._roots.get(namespace)
+        nodes: list[_Node] = []
+        if node is None:
+            return nodes, 0
+        for key in _keys(tokens, self.page_size):
+            node, common = node.nearest(key)
+            if node is None:
+                break
+            nodes.append(node)
+            if common < self.page_size * 4:
+                return nodes, (len(nodes) - 1) * self.page_size + common // 4
+        return nodes, len(nodes) * self.page_size
+
     def _insert_page(self, parent: _Node, key: bytes, page: int) -> _Node:
+        """The node of a page's ids below `parent`: one that is there, or a new one with this page."""
         child, common = parent.nearest(key)
         if child is not None and common == len(key):
-            child.used = self._tick
             return child
         if child is not None and common == len(child.key):  # a partial page that the new one contains
-            self._drop(child, replaced=True)
-        node = _Node(parent, key, page, self._tick)
-        parent.attach(node)
-        self.pool.keep(page)
-        self._offer(node)
-        return node
-
-    def _drop(self, node: _Node, replaced: bool = False) -> None:
-        parent = node.parent
-        assert parent is not None
-        parent.detach(node)
-        node.alive = False
-        self.pool.drop(node.page)
-        if parent.children or replaced:
-            return
-        if parent.parent is None:
-            del self._roots[next(name for name, root in self._roots.items() if root is parent)]
+            parent.extend(child, key)
+            self.pool.drop(child.page)
+            child.page = page
         else:
-            self._offer(parent)
+            child = _Node(parent, key, page)
+            parent.attach(child)
+        self.pool.keep(page)
+        if self._on_evict and len(key) == self.page_size * 4:
+            self._unsaved[child] = None
+        return child
 
-    def _offer(self, leaf: _Node) -> None:
+    def _offer(self, leaf: _Node, now: float) -> None:
+        """Queues a leaf for eviction."""
+        leaf.queued = True
+        order = leaf.order(now)
         self._serial += 1
-        heapq.heappush(self._leaves, (leaf.used, self._serial, leaf))
+        heappush(self._pinned if order[0] else self._leaves, (order, self._serial, leaf))
+
+    def _wake(self, now: float) -> None:
+        """Queues anew the leaves that are pinned or held no longer."""
+        expired = []
+        while self._pinned and self._pinned[0][0][0] <= now:
+            expired.append(heappop(self._pinned)[2])
+        busy, self._busy = self._busy, []
+        for leaf in expired + busy:
+            if leaf.children:
+                leaf.queued = False
+            elif self.pool.holders[leaf.page]:
+                self._busy.append(leaf)
+            else:
+                self._offer(leaf, now)
+
+    def _drop(self, leaf: _Node, now: float) -> None:
+        parent = leaf.parent
+        assert parent is not None
+        if self._on_evict and len(leaf.key) == self.page_size * 4:
+            self._on_evict(self._digest(leaf), leaf.page)
+        self._unsaved.pop(leaf, None)
+        parent.detach(leaf)
+        self.pool.drop(leaf.page)
+        if parent.children:
+            return
+        if parent.namespace is not None:
+            del self._roots[parent.namespace]
+        elif not parent.queued:
+            self._offer(parent, now)
+
+    def _digest(self, node: _Node) -> bytes:
+        """The key of a full page outside memory."""
+        path = []
+        while node.digest is None and node.parent:
+            path.append(node)
+            node = node.parent
+        if node.digest is None:
+            assert node.namespace is not None
+            node.digest = root_key(self._engine_id, node.namespace)
+        digest = node.digest
+        for node in reversed(path):
+            digest = node.digest = next_key(digest, node.key)
+        return digest
 
 
-def _keys(tokens: I32, page_size: int) -> list[bytes]:
+def _keys(tokens: I32, page_size: int) -> Iterator[bytes]:
     """The text cut into pages, as big-endian bytes; the last may be shorter."""
     text = tokens.astype(">i4").tobytes()
     step = page_size * 4
-    return [text[start : start + step] for start in range(0, len(text), step)]
+    return (text[start : start + step] for start in range(0, len(text), step))
 
 
 def _common(a: bytes, b: bytes) -> int:
