@@ -15,6 +15,8 @@ class DfsWeight:
 
     def __init__(self, tree: RadixTree) -> None:
         self._prefixes = Prefixes(tree)
+        self._weights: dict[int, int] = {}
+        """The most requests that a branch has had since it was last empty: so the walk goes on where it is."""
 
     def rank(self, sequence: Sequence) -> float:
         return sequence.arrival
@@ -22,7 +24,9 @@ class DfsWeight:
     def order(self, sequences: list[Sequence], now: float) -> list[Sequence]:
         early, late = self._prefixes.split(sequences, now)
         paths = [self._prefixes.of(sequence, now).pages for sequence in late]
-        weights = Counter(page for path in paths for page in path)
+        counts = Counter(page for path in paths for page in path)
+        self._weights = {page: max(count, self._weights.get(page, 0)) for page, count in counts.items()}
+        weights = self._weights
         turns = [[(-weights[page], page) for page in path] + [(1, 0)] for path in paths]  # what ends here, after those
         return early + [late[place] for place in sorted(range(len(late)), key=turns.__getitem__)]
 

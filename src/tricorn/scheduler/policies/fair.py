@@ -1,9 +1,9 @@
 """Deficit round-robin between tenants, in tokens of work (after Shreedhar and Varghese, 1995).
 
-Each tenant has a balance, from which every computed token is taken. Tenants with a positive balance come first, in
-turn; when none that wants work has one, all get so many quanta more that one has. What a request will cost is not known
-when it starts, so balances go below zero and are paid back later. While two tenants both want more than they get, their
-work differs by no more than a quantum and what their running requests still do.
+Each tenant has a balance, from which every computed token is taken. Tenants with a positive balance come first, the
+highest before the others; when none that wants work has one, all get so many quanta more that one has. What a request
+will cost is not known when it starts, so balances go below zero and are paid back later. While two tenants both want
+more than they get, their work differs by no more than a quantum and what their running requests still do.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Fair:
             queues.setdefault(sequence.namespace.tenant, deque()).append(sequence)
             self._know(sequence.namespace.tenant)
         _refill(self._balance, queues)
-        plan = {tenant: balance for tenant, balance in self._balance.items() if tenant in queues}
+        plan = {tenant: self._balance[tenant] for tenant in sorted(queues, key=self._balance.__getitem__, reverse=True)}
         ordered: list[Sequence] = []
         while plan:
             for tenant in list(plan):
