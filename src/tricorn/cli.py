@@ -50,6 +50,30 @@ def serve(
     max_batched_tokens: Annotated[int | None, typer.Option(help="Token rows in a step. [default: 512]")] = None,
     max_waiting: Annotated[int, typer.Option(help="Sequences that may wait; more are refused with 429.", min=0)] = 256,
     drain_timeout: Annotated[float, typer.Option(help="Seconds that streams may go on after SIGTERM.", min=0)] = 10.0,
+    policy: Annotated[
+        Literal["fcfs", "lpm", "dfs-weight", "priority", "fair"],
+        typer.Option(
+            help="Who comes first: by arrival, longest cached prefix, shared branches together, the requests' priority,"
+            " or tenants in turn."
+        ),
+    ] = "fcfs",
+    admission: Annotated[
+        Literal["guaranteed", "expected", "none"],
+        typer.Option(
+            help="Run only what can end without preemption, what is expected to (by the outputs of late), or all."
+        ),
+    ] = "expected",
+    target_itl: Annotated[
+        float,
+        typer.Option(help="Seconds between the tokens of a stream that prompts of others may cause; 0: any.", min=0),
+    ] = 0.2,
+    kv_disk: Annotated[
+        Path | None, typer.Option(help="A folder for KV pages that memory has no room for; it survives restarts.")
+    ] = None,
+    kv_disk_size: Annotated[str, typer.Option(help="What they may take there, such as 512M or 20G.")] = "4G",
+    step_timeout: Annotated[
+        float, typer.Option(help="Seconds after which an engine that hangs in a step is started anew.", min=1)
+    ] = 60.0,
     executor: Annotated[
         Literal["native", "reference"],
         typer.Option(help="The reference one is NumPy in float32: slow, obviously right."),
@@ -71,6 +95,10 @@ def serve(
         kv_bytes,
         max_sequences=max_sequences,
         max_batched_tokens=max_batched_tokens,
+        scheduler={"policy": policy, "admission": admission, "target_itl": target_itl},
+        kv_disk=None if kv_disk is None else str(kv_disk),
+        kv_disk_bytes=_bytes(kv_disk_size, "--kv-disk-size"),
+        step_timeout=step_timeout,
         executor=executor,
     )
     raise typer.Exit(run(options, engine))
@@ -256,14 +284,14 @@ def _engine_options(path: Path, threads: int | None, kv_type: str, kv_bytes: str
     return msgspec.convert(fields, EngineOptions)
 
 
-def _bytes(text: str | None) -> int | None:
+def _bytes(text: str | None, option: str = "--kv-bytes") -> int | None:
     """ "512M" -> 536870912."""
     if text is None:
         return None
     units = {"K": 10, "M": 20, "G": 30, "T": 40}
     digits, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in units else (text, "")
     if not digits.isascii() or not digits.isdigit() or len(digits) > 15:
-        raise TricornError(f"--kv-bytes {text}: give a whole number, with K, M or G for binary units, such as 512M")
+        raise TricornError(f"{option} {text}: give a whole number, with K, M or G for binary units, such as 512M")
     return int(digits) << units.get(unit, 0)
 
 

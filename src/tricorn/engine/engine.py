@@ -44,7 +44,7 @@ class Engine:
     ) -> None:
         self.executor = executor
         self.pool = PagePool(executor.pages)
-        self.scheduler = Scheduler(self.pool, RadixTree(self.pool), limits, options, clock)
+        self.scheduler = Scheduler(self.pool, RadixTree(self.pool, clock=clock), limits, options, clock)
         self.waiting_since: float | None = None
         """When it began to wait for a step that has not ended yet."""
         self._clock = clock
@@ -94,7 +94,7 @@ class Engine:
             pages_cached=pool.cached,
             prefill_token_seconds=0.0 if cost is None else cost.prefill_seconds(0, 512) / 512,
             requests_per_second=scheduler.requests_per_second,
-            evicted_pages=0,
+            evicted_pages=scheduler.tree.evicted_pages,
             finished={str(reason): count for reason, count in scheduler.finished.items()},
             steps=dict(self._steps),
             step_seconds=dict(self._step_seconds),

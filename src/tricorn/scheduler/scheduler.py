@@ -489,7 +489,8 @@ class Scheduler:
         already, from a sequence that computed the same at the same time, it takes the place of the sequence's own."""
         slot, full = sequence.slot, end // PAGE
         own = self._slots.pages[slot, :full]
-        kept = self.tree.insert(sequence.namespace, self._slots.tokens[slot, : full * PAGE], own)
+        retention = sequence.request.service.retention
+        kept = self.tree.insert(sequence.namespace, self._slots.tokens[slot, : full * PAGE], own, retention)
         changed = kept != own
         if changed.any():
             self.pool.share(kept[changed])
@@ -528,7 +529,10 @@ class Scheduler:
         pages = slots.pages[slot, : slots.page_count[slot]].copy()
         computed = int(slots.computed[slot])
         if sequence.publish:
-            self.tree.insert(sequence.namespace, slots.tokens[slot, :computed], pages[: pages_for(computed)])
+            service, tokens = sequence.request.service, slots.tokens[slot, :computed]
+            pinned_until = self._clock() + service.pin_seconds if service.pin_seconds else 0.0
+            own = pages[: pages_for(computed)]
+            self.tree.insert(sequence.namespace, tokens, own, service.retention, pinned_until)
         self.pool.release(pages)
         if sequence.ended is None:
             sequence.tokens = slots.tokens[slot, : slots.length[slot]].copy()
