@@ -56,7 +56,7 @@ def main() -> int:
     try:
         options = msgspec.json.decode(sys.argv[2], type=EngineOptions)
         executor, info = open_executor(options)
-        engine = Engine(executor, info.limits, debug=options.debug_checks)
+        engine = Engine(executor, info.limits, options.scheduler, debug=options.debug_checks)
     except (TricornError, MemoryError, OSError) as error:
         mailbox.send(Failed(str(error) or type(error).__name__))
         return 1

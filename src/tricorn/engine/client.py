@@ -48,7 +48,7 @@ class InProcessClient:
 
     def __init__(self, options: EngineOptions, opened: tuple[Executor, EngineInfo] | None = None) -> None:
         self._executor, self.info = opened or open_executor(options)
-        self._engine = Engine(self._executor, self.info.limits, debug=options.debug_checks)
+        self._engine = Engine(self._executor, self.info.limits, options.scheduler, debug=options.debug_checks)
         self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self._streams = Streams(self.abort)
         self._stats = EngineStats()
