@@ -85,6 +85,9 @@ class ScriptedEngine:
         values = [self.logprob, float("-inf"), float("-inf")][:count]
         return TokenLogprobs(self.logprob, 1, [id, 5, 6][: len(values)], values)
 
+    def close(self) -> None:
+        pass
+
     async def stats(self) -> EngineStats:
         return EngineStats(running=2, pages_total=10, pages_held=5, prefix_queried_tokens=40, prefix_hit_tokens=10)
 

@@ -46,7 +46,14 @@ def main() -> None:
     except TricornError as error:
         print(error, file=sys.stderr)
         raise SystemExit(1) from None
-    raise SystemExit(asyncio.run(run(frontend, options, listener)))
+
+    async def loaded() -> Frontend:
+        return frontend
+
+    async def serve() -> int:
+        return await run(loaded(), options, listener)
+
+    raise SystemExit(asyncio.run(serve()))
 
 
 @dataclass

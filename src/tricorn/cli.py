@@ -49,7 +49,23 @@ def serve(
     max_sequences: Annotated[int | None, typer.Option(help="Sequences that run at once. [default: 64]")] = None,
     max_batched_tokens: Annotated[int | None, typer.Option(help="Token rows in a step. [default: 512]")] = None,
     max_waiting: Annotated[int, typer.Option(help="Sequences that may wait; more are refused with 429.", min=0)] = 256,
+    max_waiting_tokens: Annotated[
+        int | None, typer.Option(help="Prompt tokens that may wait. [default: 16 contexts]", min=0)
+    ] = None,
+    max_wait: Annotated[float, typer.Option(help="Seconds that a newcomer may have to wait; 0 is any.", min=0)] = 60.0,
     drain_timeout: Annotated[float, typer.Option(help="Seconds that streams may go on after SIGTERM.", min=0)] = 10.0,
+    admin_key: Annotated[
+        str | None,
+        typer.Option(
+            help="Opens /debug/state; @FILE reads it from there. [default: only this machine may look]",
+            envvar="TRICORN_ADMIN_KEY",
+            show_envvar=True,
+        ),
+    ] = None,
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], typer.Option(help="info tells of each request that ends.")
+    ] = "info",
+    log_format: Annotated[Literal["text", "json"], typer.Option(help="Of the lines on standard error.")] = "text",
     policy: Annotated[
         Literal["fcfs", "lpm", "dfs-weight", "priority", "fair"],
         typer.Option(
@@ -81,12 +97,22 @@ def serve(
 ) -> None:
     """Serve a model over an OpenAI-compatible API; fetches and compiles it first when needed."""
     from tricorn.compiler import ensure
+    from tricorn.server.admin import read_key
     from tricorn.server.app import ServerOptions
     from tricorn.server.serve import serve as run
 
     path = ensure(model)
     options = ServerOptions(
-        name=name or _short(model), host=host, port=port, max_waiting=max_waiting, drain_seconds=drain_timeout
+        name=name or _short(model),
+        host=host,
+        port=port,
+        max_waiting=max_waiting,
+        max_waiting_tokens=max_waiting_tokens,
+        max_wait=max_wait,
+        drain_seconds=drain_timeout,
+        admin_key=read_key(admin_key),
+        log_level=log_level,
+        log_format=log_format,
     )
     engine = _engine_options(
         path,

@@ -27,7 +27,16 @@ from tricorn.frontend.errors import BadRequest, EngineFailure
 from tricorn.frontend.stop import StopMatcher
 from tricorn.frontend.template import ChatTemplate, Message, check_text, normalize
 from tricorn.frontend.tokenizer import Detokenizer, Tokenizer
-from tricorn.request import FinishReason, Output, Request, SamplingParams, Service, TokenLogprobs, TricornError
+from tricorn.request import (
+    FinishReason,
+    Output,
+    Request,
+    SamplingParams,
+    Service,
+    Timings,
+    TokenLogprobs,
+    TricornError,
+)
 from tricorn.scheduler.limits import check_request
 
 if TYPE_CHECKING:
@@ -49,7 +58,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     `offsets` are the characters of the choice's text before each token of `token_ids`. The fields from
     `finish_reason` on tell how it stands: `stop_reason` is the stop string or stop token id that ended it (None for
-    the model's own end). `prompt_logprobs` comes with the first delta only.
+    the model's own end). `prompt_logprobs` comes with the first delta only, `timings` with the last, if the engine
+    ended the choice.
     """
 
     index: int
@@ -62,6 +72,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     completion_tokens: int
     cached_tokens: int
     prompt_logprobs: list[TokenLogprobs | None] | None
+    timings: Timings | None = None
 
 
 def join(deltas: list[Delta]) -> Delta:
@@ -78,6 +89,7 @@ def join(deltas: list[Delta]) -> Delta:
         completion_tokens=last.completion_tokens,
         cached_tokens=max(delta.cached_tokens for delta in deltas),
         prompt_logprobs=next((d.prompt_logprobs for d in deltas if d.prompt_logprobs is not None), None),
+        timings=last.timings,
     )
 
 
@@ -96,6 +108,8 @@ class EngineClient(Protocol):
         ...
 
     async def stats(self) -> EngineStats: ...
+
+    def close(self) -> None: ...
 
 
 def load_text(file: EngineFile) -> tuple[Tokenizer, ChatTemplate | None]:
@@ -191,6 +205,7 @@ class Assembler:
             completion_tokens=self._count,
             cached_tokens=output.cached_tokens,
             prompt_logprobs=output.prompt_logprobs,
+            timings=output.timings,
         )
 
 

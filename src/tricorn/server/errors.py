@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
+from tricorn.engine.gate import Refused
 from tricorn.frontend.errors import BadRequest
 
 TYPES = {
     400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     408: "timeout_error",
@@ -20,7 +25,9 @@ TYPES = {
 
 
 class HttpError(Exception):
-    """Ends a request with this status. `param` names the field at fault, `retry_after` is in seconds."""
+    """Ends a request with this status. `param` names the field at fault, `retry_after` is in seconds. `close` ends the
+    connection too; `reason` tells refusals of one status apart in the metrics.
+    """
 
     def __init__(
         self,
@@ -28,14 +35,23 @@ class HttpError(Exception):
         message: str,
         param: str | None = None,
         code: str | None = None,
-        retry_after: int | None = None,
+        retry_after: float | None = None,
+        *,
+        close: bool = False,
+        reason: str | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
-        self.retry_after = retry_after
+        self.close = close
+        self.reason = reason or _reason(status)
+        self.headers: tuple[tuple[bytes, bytes], ...] = ()
+        if retry_after is not None:
+            self.headers += ((b"retry-after", b"%d" % max(1, math.ceil(retry_after))),)
+        if close:
+            self.headers += ((b"connection", b"close"),)
 
     def body(self) -> bytes:
         return msgspec.json.encode(
@@ -50,9 +66,19 @@ class HttpError(Exception):
         )
 
 
+def from_refused(error: Refused) -> HttpError:
+    """No room now; the gate knows for how long."""
+    return HttpError(429, str(error), code="overloaded", retry_after=error.retry_after, reason=error.reason)
+
+
 def from_bad_request(error: BadRequest) -> HttpError:
     """The client's fault, found by the frontend."""
     return HttpError(400, str(error), error.param, error.code)
+
+
+def _reason(status: int) -> str | None:
+    """Under which name a refusal is counted; None for what is none."""
+    return "unavailable" if status == 503 else "invalid" if 400 <= status < 500 else None
 
 
 def printable(text: str, limit: int = 400) -> str:

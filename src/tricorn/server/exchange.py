@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
+from tricorn.engine.gate import Refused
 from tricorn.frontend.errors import BadRequest, EngineFailure
-from tricorn.server.errors import HttpError, from_bad_request
+from tricorn.server.errors import HttpError, from_bad_request, from_refused
+from tricorn.server.journal import Entry, Journal
 
 MAX_BODY = 8 * 2**20
 """Bytes in the body of a request."""
@@ -26,6 +29,9 @@ BODY_SECONDS = 30.0
 MAX_HEADERS = 32 * 2**10
 """Bytes in the headers of a request."""
 
+MAX_REQUEST_ID = 128
+"""Characters in a client's own request id; a longer one is replaced by one of ours."""
+
 log = logging.getLogger("tricorn.server")
 
 
@@ -33,15 +39,31 @@ class ClientGone(Exception):
     """The client closed the connection (a half-closed one counts): nobody waits for the answer."""
 
 
-class Exchange:
-    """A request and the way to answer it."""
+def request_id(scope: Scope) -> str:
+    """The client's `X-Request-Id`, or one of ours when it gives none, several, or one that is not printable ASCII. For
+    people and logs only: nothing inside goes by it.
+    """
+    given: list[bytes] = [value for key, value in scope["headers"] if key == b"x-request-id"]
+    if len(given) == 1 and 0 < len(given[0]) <= MAX_REQUEST_ID and all(0x20 <= byte < 0x7F for byte in given[0]):
+        return given[0].decode()
+    return new_request_id()
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+
+def new_request_id() -> str:
+    return f"req-{secrets.token_hex(12)}"
+
+
+class Exchange:
+    """A request and the way to answer it. `entry` is what the journal knows of it."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, route: str = "") -> None:
+        self.entry = Entry(request_id(scope), route)
         self._scope = scope
         self._receive = receive
         self._send = send
         self._started = False
         self._streaming = False
+        self._work: asyncio.Future[None] | None = None
 
     # --- the request
 
@@ -69,7 +91,8 @@ class Exchange:
             async with asyncio.timeout(BODY_SECONDS):
                 return await self._read_body()
         except TimeoutError:
-            raise HttpError(408, f"the body did not arrive within {BODY_SECONDS:.0f} seconds") from None
+            message = f"the body did not arrive within {BODY_SECONDS:.0f} seconds"
+            raise HttpError(408, message, code="body_timeout", close=True) from None
 
     async def _read_body(self) -> bytes:
         parts: list[bytes] = []
@@ -86,18 +109,27 @@ class Exchange:
                 return b"".join(parts)
 
     async def while_connected(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs `work` to its end, or cancels it and raises ClientGone when the client goes away."""
-        task = asyncio.ensure_future(work)
+        """Runs `work` to its end, or cancels it and raises ClientGone when the client goes away. Raises HttpError 503
+        when somebody else cancels it: see `cut`.
+        """
+        task = self._work = asyncio.ensure_future(work)
         watch = asyncio.ensure_future(self._disconnected())
         try:
             await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise ClientGone
+            if task.cancelled():
+                raise HttpError(503, "the server stops", code="shutting_down", retry_after=1, close=True)
             task.result()
         finally:
             task.cancel()
             watch.cancel()
             await asyncio.gather(task, watch, return_exceptions=True)
+
+    def cut(self) -> None:
+        """Ends the work of a generation that has no more time."""
+        if self._work is not None:
+            self._work.cancel()
 
     async def _disconnected(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -108,24 +140,30 @@ class Exchange:
     async def answer(
         self, status: int, body: bytes, kind: bytes = b"application/json", headers: tuple[tuple[bytes, bytes], ...] = ()
     ) -> None:
-        self._started = True
-        fields = [(b"content-type", kind), (b"content-length", str(len(body)).encode()), *headers]
-        await self._send({"type": "http.response.start", "status": status, "headers": fields})
+        await self._open(status, (b"content-type", kind), (b"content-length", b"%d" % len(body)), *headers)
         await self._send({"type": "http.response.body", "body": body})
 
-    async def answer_json(self, value: Any) -> None:
-        await self.answer(200, msgspec.json.encode(value))
+    async def answer_json(self, value: Any, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
+        await self.answer(status, msgspec.json.encode(value), headers=headers)
 
     async def events(self, *values: Any) -> None:
         """Sends each value as one server-sent event; the first call opens the stream."""
+        if not values:
+            return
         if not self._streaming:
-            self._started = self._streaming = True
-            fields = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-            await self._send({"type": "http.response.start", "status": 200, "headers": fields})
+            self._streaming = True
+            kind = b"text/event-stream; charset=utf-8"
+            await self._open(200, (b"content-type", kind), (b"cache-control", b"no-cache"))
         await self._write(b"".join(b"data: " + msgspec.json.encode(value) + b"\n\n" for value in values), more=True)
 
     async def end_events(self, last: bytes = b"data: [DONE]\n\n") -> None:
         await self._write(last, more=False)
+
+    async def _open(self, status: int, *headers: tuple[bytes, bytes]) -> None:
+        self._started = True
+        self.entry.status = status
+        fields = [*headers, (b"x-request-id", self.entry.id.encode())]
+        await self._send({"type": "http.response.start", "status": status, "headers": fields})
 
     async def _write(self, data: bytes, *, more: bool) -> None:
         message: Message = {"type": "http.response.body", "body": data, "more_body": more}
@@ -133,41 +171,52 @@ class Exchange:
 
     async def fail(self, error: HttpError) -> None:
         """Answers with the error; in a stream that has begun, with an error event as its last."""
+        self.entry.error = error.code or "error"
         if self._streaming:
             await self.end_events(b"data: " + error.body() + b"\n\n")
         elif not self._started:
-            retry = () if error.retry_after is None else ((b"retry-after", str(error.retry_after).encode()),)
-            close = ((b"connection", b"close"),) if error.status == 408 else ()
-            await self.answer(error.status, error.body(), headers=(*retry, *close))
+            await self.answer(error.status, error.body(), headers=error.headers)
 
 
 class Endpoint:
-    """An ASGI application around one handler: whatever goes wrong in it becomes an answer. `refused` hears of each
-    error's status.
+    """An ASGI application around one handler: whatever goes wrong in it becomes an answer, and the journal and
+    `note_error` hear of it. `route` is how logs name it.
     """
 
-    def __init__(self, handle: Callable[[Exchange], Awaitable[None]], note_error: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        route: str,
+        handle: Callable[[Exchange], Awaitable[None]],
+        journal: Journal,
+        note_error: Callable[[HttpError], None],
+    ) -> None:
+        self._route = route
         self._handle = handle
+        self._journal = journal
         self._note_error = note_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send)
-        try:
-            await self._handle(exchange)
-        except ClientGone:
-            pass
-        except HttpError as error:
-            await self._fail(exchange, error)
-        except BadRequest as error:
-            await self._fail(exchange, from_bad_request(error))
-        except EngineFailure as error:
-            await self._fail(exchange, HttpError(500, str(error), code="engine_failure"))
-        except Exception:
-            log.exception("a request failed")
-            await self._fail(exchange, HttpError(500, "an internal error, see the server's log", code="internal_error"))
+        exchange = Exchange(scope, receive, send, self._route)
+        with self._journal.follow(exchange.entry):
+            try:
+                await self._handle(exchange)
+            except ClientGone:
+                pass
+            except HttpError as error:
+                await self._fail(exchange, error)
+            except BadRequest as error:
+                await self._fail(exchange, from_bad_request(error))
+            except Refused as error:
+                await self._fail(exchange, from_refused(error))
+            except EngineFailure as error:
+                await self._fail(exchange, HttpError(500, str(error), code="engine_failure"))
+            except Exception:
+                log.exception("a request failed")
+                message = "an internal error, see the server's log"
+                await self._fail(exchange, HttpError(500, message, code="internal_error"))
 
     async def _fail(self, exchange: Exchange, error: HttpError) -> None:
-        self._note_error(error.status)
+        self._note_error(error)
         await exchange.fail(error)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from tricorn.server.errors import HttpError
-from tricorn.server.exchange import MAX_HEADERS
+from tricorn.server.exchange import MAX_HEADERS, new_request_id
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -43,6 +43,9 @@ class BoundedHttp(HttpToolsProtocol):
 
     def _refuse(self, error: HttpError) -> None:
         body = error.body()
-        head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+        head = (
+            b"content-type: application/json\r\ncontent-length: %d\r\nx-request-id: %s\r\nconnection: close\r\n\r\n"
+            % (len(body), new_request_id().encode())
+        )
         self.transport.write(STATUS_LINE[error.status] + head + body)
         self.transport.close()

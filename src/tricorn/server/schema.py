@@ -23,7 +23,9 @@ from msgspec import Meta
 
 from tricorn.frontend.template import RESERVED
 from tricorn.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
+from tricorn.scheduler.limits import MAX_PIN_SECONDS, MAX_PRIORITY
 from tricorn.server.errors import HttpError, printable
+from tricorn.server.headers import MAX_TIMEOUT
 
 T = TypeVar("T")
 
@@ -76,6 +78,10 @@ class Sampling(msgspec.Struct, frozen=True):
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
+    timeout: Annotated[float, Meta(gt=0.0, le=MAX_TIMEOUT)] | None = None
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    retention: Annotated[int, Meta(ge=0, le=100)] | None = None
+    pin_seconds: Annotated[float, Meta(ge=0.0, le=MAX_PIN_SECONDS)] | None = None
 
 
 class Chat(msgspec.Struct, frozen=True):

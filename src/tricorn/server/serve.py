@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import logging
 import signal
 import socket
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import uvicorn
 import uvloop
@@ -19,13 +23,21 @@ import uvloop
 from tricorn.compiler.engine_file import EngineFile
 from tricorn.engine.client import ProcessClient
 from tricorn.engine.options import EngineOptions
-from tricorn.frontend.generate import EngineClient, Frontend, load_text
+from tricorn.frontend.generate import Frontend, load_text
 from tricorn.request import TricornError
-from tricorn.server.app import ServerOptions, create_app
+from tricorn.server.app import Api, ServerOptions, create_app
+from tricorn.server.loading import Door
+from tricorn.server.logs import configure
 from tricorn.server.protocol import BoundedHttp
+from tricorn.server.tracing import Tracing, open_tracing
+
+T = TypeVar("T")
 
 WATCH_SECONDS = 0.1
 """How often the server looks whether the engine still lives."""
+
+DRAIN_POLL_SECONDS = 0.02
+"""How often it looks whether the last requests have ended."""
 
 
 class _Uvicorn(uvicorn.Server):
@@ -54,62 +66,143 @@ def listen(host: str, port: int) -> socket.socket:
 def serve(options: ServerOptions, engine: EngineOptions) -> int:
     """Serves the engine file of `engine` until a signal; gives the exit code. Raises TricornError when it cannot."""
     listener = listen(options.host, options.port)
-    with ThreadPoolExecutor(1) as thread:
-        starting = thread.submit(ProcessClient, engine)
-        tokenizer, template = load_text(EngineFile.open(Path(engine.path), check_body=False))  # the engine checks it
-        client = starting.result()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(run(load(engine), options, listener))
+
+
+async def load(engine: EngineOptions) -> Frontend:
+    """Starts the engine, and opens the model's text side while it loads. The caller closes the frontend's client."""
+    starting = _in_thread(lambda: ProcessClient(engine))
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(run(Frontend(tokenizer, template, client), options, listener))
-    finally:
-        client.close()
+        file = await asyncio.to_thread(EngineFile.open, Path(engine.path), check_body=False)  # the engine checks it
+        tokenizer, template = await asyncio.to_thread(load_text, file)
+    except TricornError:
+        (await starting).close()
+        raise
+    return Frontend(tokenizer, template, await starting)
 
 
-async def run(frontend: Frontend, options: ServerOptions, listener: socket.socket) -> int:
-    """Serves until a signal or the engine's death; gives the exit code. The caller closes the engine's client."""
-    config = uvicorn.Config(
-        create_app(frontend, options),
-        http=BoundedHttp,
-        ws="none",
-        lifespan="off",
-        log_level="error",
-        access_log=False,
-        server_header=False,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=max(1, round(options.drain_seconds)),
-    )
-    server = _Uvicorn(config)
-    forced = asyncio.Event()
-
-    def stop() -> None:
-        if server.should_exit:
-            forced.set()
-        server.should_exit = True
-
+def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
+    """Runs work that nothing can interrupt in a thread that the end of the process does not wait for."""
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop)
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
-    watching = asyncio.create_task(_watch(frontend.client, server, options, listener))
-    await asyncio.wait((serving, asyncio.create_task(forced.wait())), return_when=asyncio.FIRST_COMPLETED)
-    serving.cancel()
-    watching.cancel()
-    await asyncio.gather(serving, watching, return_exceptions=True)
-    frontend.close()
-    if not frontend.client.alive:
-        print("tricorn: the engine died; the server stops", file=sys.stderr, flush=True)
-        return 1
-    return 0
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(outcome: Callable[[], None]) -> None:
+        if not future.done():
+            outcome()
+
+    def run() -> None:
+        try:
+            outcome = partial(future.set_result, work())
+        except BaseException as error:
+            outcome = partial(future.set_exception, error)
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(settle, outcome)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
 
 
-async def _watch(client: EngineClient, server: uvicorn.Server, options: ServerOptions, listener: socket.socket) -> None:
-    """Says when the server is ready, then stops it when the engine dies."""
-    while not server.started:
-        await asyncio.sleep(0.005)
-    print(_greeting(options, listener.getsockname()[1]), flush=True)
-    while client.alive:
-        await asyncio.sleep(WATCH_SECONDS)
-    server.should_exit = True
+async def run(loading: Awaitable[Frontend], options: ServerOptions, listener: socket.socket) -> int:
+    """Listens at once, serves when `loading` is done, and goes on until a signal or the engine's death; gives the exit
+    code. Closes the engine's client. Raises TricornError when loading fails.
+    """
+    writer = configure(options.log_level, options.log_format)
+    tracing = open_tracing()
+    try:
+        return await Serving(options, listener, tracing).run(loading)
+    finally:
+        if tracing is not None:
+            tracing.close()
+        logging.getLogger("tricorn").removeHandler(writer)
+        writer.close()
+
+
+class Serving:
+    """One server from its start to its end.
+
+    The first signal lets the generations that are under way finish, while new ones are refused; when they have, or
+    their time is over, the server ends. A second signal ends it at once.
+    """
+
+    def __init__(self, options: ServerOptions, listener: socket.socket, tracing: Tracing | None) -> None:
+        self._options = options
+        self._listener = listener
+        self._tracing = tracing
+        self._door = Door()
+        self._server = _Uvicorn(
+            uvicorn.Config(
+                self._door,
+                http=BoundedHttp,
+                ws="none",
+                lifespan="off",
+                log_level="error",
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=1,  # what was to be waited for has been waited for
+            )
+        )
+        self._signals = 0
+        self._signal = asyncio.Event()
+
+    async def run(self, loading: Awaitable[Frontend]) -> int:
+        """See `run`."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._signalled)
+        opening = asyncio.ensure_future(loading)
+        serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        try:
+            frontend = await self._opened(opening)
+            return 0 if frontend is None else await self._serve(frontend)
+        finally:
+            self._server.should_exit = True
+            if self._signals > 1:
+                serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+
+    def _signalled(self) -> None:
+        self._signals += 1
+        self._signal.set()
+
+    async def _opened(self, opening: asyncio.Future[Frontend]) -> Frontend | None:
+        """What was loaded; None when a signal came first. Raises TricornError."""
+        signalled = asyncio.create_task(self._signal.wait())
+        await asyncio.wait((opening, signalled), return_when=asyncio.FIRST_COMPLETED)
+        signalled.cancel()
+        if opening.done():
+            return opening.result()
+        opening.cancel()
+        return None
+
+    async def _serve(self, frontend: Frontend) -> int:
+        app = create_app(frontend, self._options, self._tracing)
+        api: Api = app.state.api
+        self._door.app = app
+        try:
+            while not self._server.started:
+                await asyncio.sleep(0.005)
+            print(_greeting(self._options, self._listener.getsockname()[1]), flush=True)
+            while not self._signals and api.status != "dead":
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._signal.wait(), WATCH_SECONDS)
+            await self._drain(api)
+            if api.status == "dead":
+                print("tricorn: the engine died; the server stops", file=sys.stderr, flush=True)
+                return 1
+            return 0
+        finally:
+            frontend.close()
+            await asyncio.to_thread(frontend.client.close)
+
+    async def _drain(self, api: Api) -> None:
+        """Waits for the generations under way, then ends what is left."""
+        api.draining = True
+        end = time.monotonic() + self._options.drain_seconds
+        while api.busy and self._signals < 2 and time.monotonic() < end:
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+        api.cut()
 
 
 def _greeting(options: ServerOptions, port: int) -> str:
