@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tricorn.cache.disk import DiskTier
 from tricorn.cache.pool import PagePool
 from tricorn.cache.radix import RadixTree
 from tricorn.engine.messages import EngineState, EngineStats
@@ -14,8 +15,18 @@ from tricorn.request import Output, Request, TricornError
 from tricorn.runtime.step import Executor, Handle, StepResult
 from tricorn.scheduler.batch import Batch
 from tricorn.scheduler.limits import Limits
+from tricorn.scheduler.loading import Loading
 from tricorn.scheduler.options import SchedulerOptions
 from tricorn.scheduler.scheduler import Scheduler
+
+IDLE_SECONDS = 1e-3
+"""How long to wait for the disk when there is nothing else to do."""
+
+TIDY_PAGES = 8
+TIDY_SECONDS = 0.5
+"""An idle engine saves so many pages between two looks for messages, each within this time."""
+
+CLOSE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +52,16 @@ class Engine:
         overlap: bool = True,
         debug: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        tier: DiskTier | None = None,
+        engine_id: bytes = b"",
     ) -> None:
         self.executor = executor
         self.pool = PagePool(executor.pages)
-        self.scheduler = Scheduler(self.pool, RadixTree(self.pool, clock=clock), limits, options, clock)
+        self.tier = tier
+        on_evict = None if tier is None else self._save
+        tree = RadixTree(self.pool, clock=clock, engine_id=engine_id, on_evict=on_evict)
+        loading = None if tier is None else Loading(self.pool, tree, tier, executor.write_page)
+        self.scheduler = Scheduler(self.pool, tree, limits, options, clock, loading)
         self.waiting_since: float | None = None
         """When it began to wait for a step that has not ended yet."""
         self._clock = clock
@@ -77,10 +94,30 @@ class Engine:
         scheduled = self._spent("schedule", began)
         submitted = None if batch is None else (batch, self._submit(batch))
         self._spent("submit", scheduled)
+        if submitted is None and self._flying is None and not expired:
+            self.scheduler.wait(IDLE_SECONDS)
         if not self._overlap:
             return expired if submitted is None else expired + self._finish(*submitted, began)
         flying, self._flying = self._flying, submitted
         return expired if flying is None else expired + self._finish(*flying, began)
+
+    def tidy(self) -> bool:
+        """For idle moments: saves a few cached pages in the tier below memory. False when there is nothing to do."""
+        if self.tier is None or not self.tier.stats().writing:
+            return False
+        unsaved = self.scheduler.tree.unsaved(TIDY_PAGES)
+        for key, page in unsaved:
+            self._save(key, page, TIDY_SECONDS)
+        return bool(unsaved)
+
+    def close(self) -> None:
+        """Saves what is cached, for some seconds at most, and frees the executor."""
+        until = self._clock() + CLOSE_SECONDS
+        while self._clock() < until and self.tidy():
+            pass
+        if self.tier is not None:
+            self.tier.close(CLOSE_SECONDS)
+        self.executor.close()
 
     def stats(self) -> EngineStats:
         scheduler, pool, cost = self.scheduler, self.pool, self.scheduler.costs.cost
@@ -99,12 +136,18 @@ class Engine:
             steps=dict(self._steps),
             step_seconds=dict(self._step_seconds),
             host_seconds=dict(self._host_seconds),
-            **scheduler.counts,  # type: ignore[arg-type]
+            disk=None if self.tier is None else self.tier.stats(),
+            **scheduler.counts,
         )
 
     def state(self) -> EngineState:
         """What is going on, for people: requests, pages, tree."""
         return EngineState(self.scheduler.state())
+
+    def _save(self, key: bytes, page: int, wait: float = 0.0) -> None:
+        assert self.tier is not None
+        if not self.tier.known([key]):
+            self.tier.save(key, self.executor.read_page(page), wait)
 
     def _spent(self, phase: str, since: float) -> float:
         """Books the time since then as the host's; gives the time now."""

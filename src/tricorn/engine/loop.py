@@ -31,7 +31,7 @@ def run(engine: Engine, mailbox: Mailbox) -> None:
             mailbox.send(engine.stats())
             due = time.monotonic() + STATS_SECONDS
         outputs: list[Output] = []
-        for message in mailbox.receive(wait=engine.idle):
+        for message in mailbox.receive(wait=engine.idle and not engine.tidy()):
             match message:
                 case Close():
                     return

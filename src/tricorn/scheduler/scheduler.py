@@ -31,6 +31,7 @@ from tricorn.scheduler.admission import Outlook
 from tricorn.scheduler.batch import Batch, build
 from tricorn.scheduler.cost import CostModel, Work
 from tricorn.scheduler.limits import Limits, check_request
+from tricorn.scheduler.loading import Loading
 from tricorn.scheduler.options import SchedulerOptions
 from tricorn.scheduler.policies import make
 from tricorn.scheduler.sequence import Sequence, Slots, arrival, pages_for
@@ -76,6 +77,7 @@ class Scheduler:
         limits: Limits,
         options: SchedulerOptions = SchedulerOptions(),
         clock: Callable[[], float] = time.monotonic,
+        loading: Loading | None = None,
     ) -> None:
         if limits.context > pool.total * PAGE:
             raise TricornError(f"a context of {limits.context} tokens cannot fit in {pool.total} pages of {PAGE}")
@@ -91,6 +93,7 @@ class Scheduler:
         self.costs = CostModel()
         self._policy = make(options.policy, tree)
         self._outlook = Outlook(options.admission)
+        self._loading = loading
         self._clock = clock
         self._slots = Slots(limits)
         self._sequences: dict[str, Sequence] = {}
@@ -158,6 +161,9 @@ class Scheduler:
         """The next batch, or None when nothing can run now. At most one batch may be uncommitted."""
         if len(self._flying) > 1:
             raise TricornError("two steps are in flight already: commit one first")
+        if self._loading and (tokens := self._loading.land()):
+            self.counts["disk_hit_tokens"] += tokens
+            self._full_until = -math.inf
         decodes, partial = self._split()
         prefills = self._prefills(partial, decodes)
         if not decodes and not prefills:
@@ -206,6 +212,12 @@ class Scheduler:
         self._depart()
         return outputs
 
+    def wait(self, seconds: float) -> None:
+        """When there is nothing to schedule but the scheduler is not idle: until that may have changed, for so long at
+        most."""
+        if self._loading:
+            self._loading.wait(seconds)
+
     def check(self) -> None:
         """The debug switch: every page is accounted for. Raises TricornError otherwise."""
         self.pool.check()
@@ -213,7 +225,8 @@ class Scheduler:
         holders = np.zeros(self.pool.total, np.int32)
         for sequence in self.running + self._leaving:
             holders[self._slots.pages[sequence.slot, : self._slots.page_count[sequence.slot]]] += 1
-        for pages in self._sources + [pages for batch in self._flying for pages in batch.releases]:
+        loads = self._loading.held if self._loading else []
+        for pages in loads + self._sources + [pages for batch in self._flying for pages in batch.releases]:
             holders[pages] += 1
         if not np.array_equal(holders, self.pool.holders):
             raise TricornError("pages are held by nobody, or used unheld; please report this")
@@ -321,7 +334,9 @@ class Scheduler:
 
     def _admissible(self) -> list[Sequence]:
         """The waiting sequences that may be admitted in this step."""
-        return [] if self._full or not self._slots.free else self.waiting
+        if self._full or not self._slots.free:
+            return []
+        return [sequence for sequence in self.waiting if not sequence.loading]
 
     @property
     def _full(self) -> bool:
@@ -361,6 +376,8 @@ class Scheduler:
             self._full_until = self._clock() + RETRY_SECONDS
             sequence.refused = first
             return False
+        if self._load(sequence, match, useful):
+            return False
         fresh = self._alloc(count)
         if match.tail_page >= 0:
             self._copies.append((match.tail_page, int(fresh[0])))
@@ -375,6 +392,20 @@ class Scheduler:
             self.counts["prefix_queried_tokens"] += sequence.prompt_tokens
             self.counts["prefix_hit_tokens"] += match.tokens
         self.counts["recomputed_tokens"] += max(sequence.lost - match.tokens, 0)
+        return True
+
+    def _load(self, sequence: Sequence, match: Match, useful: int) -> bool:
+        """Begins to read back what the tier below memory has of the first `useful` tokens beyond a match, if it has
+        any. Then the match is not the caller's any more."""
+        if self._loading is None or sequence.loaded or sequence.scoring:
+            return False
+        sequence.loaded = True
+        keys = self._loading.wanted(sequence, useful, len(match.pages), self.costs.cost)
+        if not keys:
+            return False
+        if match.tail_page >= 0:
+            self.pool.release(np.array([match.tail_page], np.int32))
+        self._loading.begin(sequence, match.pages, self._alloc(len(keys)), keys)
         return True
 
     def _fits(self, sequence: Sequence, count: int) -> bool:

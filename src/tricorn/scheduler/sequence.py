@@ -30,6 +30,8 @@ class Sequence:
         "in_flight",
         "leaving",
         "limit",
+        "loaded",
+        "loading",
         "logprobs",
         "lost",
         "min_tokens",
@@ -74,6 +76,10 @@ class Sequence:
         self.ended: FinishReason | None = None
         self.leaving = False
         """No step takes it any more: it ended, or was preempted."""
+        self.loading = False
+        """Its pages are being read back from the tier below memory: it is not to be admitted yet."""
+        self.loaded = False
+        """The tier was asked once; that is enough."""
         self.lost = 0
         """How many tokens were computed when it was preempted."""
         self.refused = False
