@@ -301,6 +301,42 @@ def bench_quality(
         print(msgspec.json.encode({"rows": rows}).decode())
 
 
+@bench.command("simulate")
+def bench_simulate(
+    seeds: Annotated[int, typer.Option(help="Seeds, each with a configuration of its own.", min=1)] = 50,
+    steps: Annotated[int, typer.Option(help="Engine steps of each.", min=1)] = 20_000,
+    first_seed: Annotated[int, typer.Option(help="The first seed; the others follow.", min=0)] = 0,
+    trace: Annotated[bool, typer.Option(help="Print everything that happens, one seed after the other.")] = False,
+    json: Json = False,
+) -> None:
+    """Run scheduler, cache, admission and supervision in a simulated world and check every invariant at each step."""
+    import time
+
+    import msgspec
+    from rich.console import Console
+    from rich.progress import track
+
+    from tricorn.simulate.run import run_seed, run_seeds
+    from tricorn.simulate.summary import summarize
+
+    began = time.monotonic()
+    if trace:
+        reports = [run_seed(seed, steps, print) for seed in range(first_seed, first_seed + seeds)]
+    else:
+        runs, console = run_seeds(first_seed, seeds, steps), Console(stderr=True)
+        reports = list(track(runs, "simulating", seeds, console=console, disable=not console.is_terminal))
+    summary = summarize(reports, steps, time.monotonic() - began)
+    if json:
+        print(msgspec.json.encode(summary).decode())
+    else:
+        for failure in summary.failures:
+            print(f"seed {failure.seed}, step {failure.step}: {failure.violation}\n  {failure.config}")
+            print(f"  again: {failure.replay}")
+        for name, value in msgspec.structs.asdict(summary).items():
+            print(f"{name:16} {len(summary.failures) if name == 'failures' else value}")
+    raise typer.Exit(1 if summary.failures else 0)
+
+
 def _engine_options(path: Path, threads: int | None, kv_type: str, kv_bytes: str | None, **others: object):  # type: ignore[no-untyped-def]
     import msgspec
 

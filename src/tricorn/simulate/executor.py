@@ -264,17 +264,19 @@ class FakeExecutor:
         assert len(pages) == page_start[-1]
         count = row_start[1:] - row_start[:-1]
         assert count.min() > 0, "a sequence has no rows"
-        assert len(rows) < 2 or (rows[1:] > rows[:-1]).all(), "sampled rows are out of order"
+        assert (rows[1:] > rows[:-1]).all(), "sampled rows are out of order"
         first, last = positions[row_start[:-1]], positions[row_start[1:] - 1]
         assert (page_start[1:] - page_start[:-1] == last // PAGE + 1).all(), "a page table does not fit its positions"
         assert (last - first == count - 1).all(), "positions of a sequence do not follow each other"
         written = self._written(step)
         uses = np.bincount(pages, minlength=self.pages)
         assert (uses[written] == 1).all(), "a page is written that another sequence reads"
+        self._guarded(step)
+
+    def _guarded(self, step: Step) -> None:
         if self.guard:
-            self.guard(pages, pages[:0])
-            self.guard(step.copies[:, 0], pages[:0])
-            self.guard(written, positions % PAGE)
+            self.guard(np.concatenate([step.pages, step.copies[:, 0]]), step.pages[:0])
+            self.guard(self._written(step), step.positions % PAGE)
 
     def _written(self, step: Step) -> I32:
         owner = np.repeat(step.page_start[:-1], step.row_start[1:] - step.row_start[:-1])
@@ -282,7 +284,7 @@ class FakeExecutor:
         return pages
 
     def _run(self, step: Step) -> StepResult:
-        self._inspect(step)
+        self._guarded(step)
         self.steps += 1
         self.tokens_run += len(step.token_ids)
         if len(step.copies):

@@ -1,0 +1,314 @@
+"""The world around an engine: what comes, what is given up, what breaks, all from one seed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+
+import msgspec
+
+from tricorn.engine.engine import Engine
+from tricorn.engine.gate import Gate, GateOptions, Refused, Ticket
+from tricorn.request import Namespace, Output, Request, SamplingParams, Service, TricornError
+from tricorn.runtime.step import I32, Step
+from tricorn.simulate.checks import (
+    Fairness,
+    Isolation,
+    Patience,
+    Record,
+    Violation,
+    check_empty,
+    check_output,
+    check_pages,
+)
+from tricorn.simulate.clock import VirtualClock
+from tricorn.simulate.config import Config, request_seconds
+from tricorn.simulate.executor import VOCAB, FakeExecutor
+from tricorn.simulate.timing import seconds_of
+
+TICK = 0.001
+"""What an engine's turn takes when there is no step to wait for."""
+
+RESTART_SECONDS = 0.5
+
+FULL_CHECK_PAGES = 8
+"""The books are counted anew in each step when the pool has so many pages, less often when it has more."""
+
+PATIENCE_CHECK = 64
+"""Steps between looks at those that have not ended."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run came to. `trace` is a hash of everything that was said, and when. `violation` is None when every
+    invariant held."""
+
+    config: Config
+    steps: int
+    virtual_seconds: float
+    requests: int
+    refused: int
+    endings: dict[str, int]
+    preemptions: int
+    deaths: int
+    hit_share: float
+    worst_wait: float
+    """The largest share of its bound that a request has waited."""
+    worst_lead: float
+    """The largest share of the fairness bound."""
+    trace: str
+    violation: str | None = None
+
+
+class World:
+    """Runs one configuration. `make` makes each engine; `told` hears a line for each thing that happens."""
+
+    def __init__(
+        self, config: Config, make: Callable[..., Engine] = Engine, told: Callable[[str], None] | None = None
+    ) -> None:
+        self.config = config
+        self.clock = VirtualClock()
+        self.steps = 0
+        self._make = make
+        self._told = told
+        self._random = Random(f"world {config.seed}")
+        self._jitter = Random(f"jitter {config.seed}")
+        self._gate = Gate(
+            config.limits.max_running,
+            GateOptions(max_waiting=config.max_waiting, max_waiting_tokens=1 << 20, max_wait=config.max_wait),
+            self.clock,
+        )
+        self._live: dict[str, tuple[Record, Ticket]] = {}
+        self._patience = Patience(config)
+        self._fairness = Fairness(config)
+        self._isolation = Isolation()
+        self._stems = [self._ids(config.longest_prompt) for _ in range(config.stems)]
+        self._interval = request_seconds(config) / config.load * config.burst
+        self._next = 0.0
+        self._serial = self._refused = self._deaths = self._preemptions = 0
+        self._hits = self._queried = 0
+        self._endings: Counter[str] = Counter()
+        self._trace = hashlib.blake2b(digest_size=16)
+        self._check_every = max(1, config.pages // FULL_CHECK_PAGES)
+        self._failed = False
+        self._start()
+
+    def run(self, steps: int) -> Report:
+        """So many steps of the engine, then as many as it takes until all have ended."""
+        violation = None
+        try:
+            while self.steps < steps:
+                self._arrive()
+                self._disturb()
+                self._turn()
+            while self._live:
+                self._turn()
+            while not self.engine.idle:
+                self._turn()
+            check_empty(self.engine)
+            self._count()
+            if self._gate.sequences or self._gate.waiting_tokens:
+                raise Violation("the gate still counts requests although every one has ended")
+        except Violation as error:
+            violation = str(error)
+        except (AssertionError, TricornError) as error:
+            violation = f"{type(error).__name__}: {error}"
+        except Exception as error:  # whatever a broken scheduler comes to
+            violation = f"{type(error).__name__}: {error}"
+        return self._report(violation)
+
+    def _start(self) -> None:
+        """A fresh engine, whose cache is garbage."""
+        config = self.config
+        self.executor = FakeExecutor(
+            config.pages,
+            max_tokens=config.limits.max_tokens,
+            max_rows=config.limits.max_rows,
+            clock=self.clock,
+            seconds=self._seconds,
+            guard=self._guard,
+        )
+        self.engine = self._make(self.executor, config.limits, config.options, overlap=config.overlap, clock=self.clock)
+
+    def _seconds(self, step: Step) -> float:
+        seconds = seconds_of(step, self.config.cost) * self._jitter.uniform(0.95, 1.05)
+        if self._jitter.random() < 0.005:
+            seconds *= 4
+        self._patience.longest_step = max(self._patience.longest_step, seconds, TICK)
+        return seconds
+
+    def _guard(self, pages: I32, slots: I32) -> None:
+        pool = self.engine.pool
+        holders = pool.holders[pages]
+        if len(slots):
+            assert (holders == 1).all(), "a page is written that is shared or not held"
+            assert not pool.in_tree[pages].any(), "a page of the tree is written"
+        else:
+            assert (holders > 0).all(), "a step names a page that nobody holds"
+
+    # What comes
+
+    def _arrive(self) -> None:
+        if self.engine.idle:
+            self.clock.until(self._next)
+        while self._next <= self.clock.now:
+            self._next += self._random.expovariate(1 / self._interval)
+            for _ in range(self.config.burst):
+                self._offer(self._request())
+
+    def _offer(self, request: Request) -> None:
+        """At the gate, and on to the engine."""
+        stats = self.engine.stats()
+        try:
+            ticket = self._gate.enter(1, stats)
+        except Refused:
+            self._refused += 1
+            return
+        try:
+            ticket.queue(len(request.prompt), stats)
+        except Refused:
+            self._refused += 1
+            ticket.__exit__()
+            return
+        record = Record(request, self.clock.now, self.config.limits.context)
+        self._live[request.id] = record, ticket
+        self._patience.accept(record, self.clock.now)
+        self._isolation.accept(request)
+        self._say(f"add {request.id} prompt {len(request.prompt)} max {request.params.max_tokens} {request.service}")
+        self.engine.add(request)
+
+    def _request(self) -> Request:
+        random, config = self._random, self.config
+        self._serial += 1
+        length = random.randint(1, config.longest_prompt)
+        stem = random.choice(self._stems)
+        shared = random.choice([0, length - 1, random.randrange(length)])
+        prompt = stem[:shared] + self._ids(length - shared)
+        output = min(1 + int(random.expovariate(2 / config.longest_output)), config.longest_output)
+        late = random.random() < config.deadline_share
+        return Request(
+            id=f"r{self._serial}",
+            prompt=prompt,
+            params=self._params(output),
+            seed=random.getrandbits(64),
+            service=Service(
+                namespace=Namespace(f"s{random.randrange(config.salts)}", f"t{random.randrange(config.tenants)}"),
+                priority=random.randint(-config.priorities, config.priorities),
+                deadline=self.clock.now + random.random() * config.longest_deadline if late else None,
+                retention=random.choice([0, 50, 50, 100]),
+                pin_seconds=random.choice([0.0, 0.0, 0.0, 1.0]),
+            ),
+        )
+
+    def _params(self, output: int) -> SamplingParams:
+        random = self._random
+        kind = random.random()
+        if kind < 0.03:
+            return SamplingParams(max_tokens=random.choice([0, 1]), prompt_logprobs=1)
+        if kind < 0.06:
+            return SamplingParams(max_tokens=output, frequency_penalty=0.5, min_tokens=3, logit_bias={5: 1.0})
+        return SamplingParams(max_tokens=output, ignore_eos=kind < 0.5, temperature=0.0)
+
+    def _ids(self, count: int) -> list[int]:
+        return [int(self._random.random() * VOCAB) for _ in range(count)]
+
+    # What goes wrong
+
+    def _disturb(self) -> None:
+        random, config = self._random, self.config
+        if config.abort_share and self._live and random.random() < config.abort_share / 10:
+            id = random.choice(list(self._live))
+            self._say(f"abort {id}")
+            self._hear(self.engine.abort(id))
+        if config.failure_rate and random.random() < config.failure_rate:
+            self.executor.fail_at = {self.executor.steps + random.randint(1, 3)}
+
+    # What is said
+
+    def _turn(self) -> None:
+        """One step of the engine, and everything that must hold after it."""
+        before, failures = self.clock.now, self.executor.steps
+        outputs = self.engine.step()
+        self.steps += 1
+        if self.clock.now == before:
+            self.clock.until(before + TICK)
+        if self.executor.problem:
+            raise self.executor.problem
+        self._failed = any(step in self.executor.fail_at for step in range(failures + 1, self.executor.steps + 1))
+        self._hear(outputs)
+        check_pages(self.engine)
+        if self.config.options.admission == "guaranteed" and self.engine.scheduler.counts["preemptions"]:
+            raise Violation("a sequence was preempted although admission is guaranteed")
+        if self._fairness.watching:
+            self._fairness.check({sequence.namespace.tenant for sequence in self.engine.scheduler.waiting})
+        if self.steps % self._check_every == 0:
+            self.engine.scheduler.check()
+        if self.steps % PATIENCE_CHECK == 0:
+            for record, _ in self._live.values():
+                self._patience.check(record, self.clock.now)
+                self._check_deadline(record)
+
+    def _hear(self, outputs: list[Output]) -> None:
+        now = self.clock.now
+        for output in outputs:
+            if output.id not in self._live:
+                raise Violation(f"{output.id} says something after its end, or was never asked for")
+            record, ticket = self._live[output.id]
+            request, reason = record.request, output.finish_reason
+            self._say(f"{output.id} {output.token_ids} {reason} {output.cached_tokens}")
+            first = not record.began
+            check_output(record, output)
+            if reason == "timeout":
+                deadline = request.service.deadline
+                if deadline is None or now < deadline:
+                    raise Violation(f"{request.id} ended with timeout before its deadline")
+            else:
+                self._check_deadline(record)
+            if reason == "error" and not (self._failed and "told to fail" in (output.error or "")):
+                raise Violation(f"{request.id} ended with an error that nothing has caused: {output.error}")
+            if first:
+                ticket.begin()
+                self._isolation.check(request, output.cached_tokens)
+                self._hits += output.cached_tokens
+                self._queried += len(request.prompt)
+                if output.token_ids:
+                    self._fairness.done(request.service.namespace.tenant, len(request.prompt) - output.cached_tokens)
+            self._fairness.done(request.service.namespace.tenant, len(output.token_ids))
+            if reason is not None:
+                self._patience.check(record, now)
+                self._patience.finish(record)
+                self._endings[reason] += 1
+                ticket.__exit__()
+                del self._live[output.id]
+
+    def _check_deadline(self, record: Record) -> None:
+        deadline = record.request.service.deadline
+        if deadline is not None and self.clock.now > deadline + 3 * self._patience.longest_step:
+            raise Violation(f"{record.request.id} lives on {self.clock.now - deadline:.3f} s after its deadline")
+
+    def _say(self, line: str) -> None:
+        line = f"{self.steps} {self.clock.now:.6f} {line}"
+        self._trace.update(line.encode())
+        if self._told:
+            self._told(line)
+
+    def _count(self) -> None:
+        self._preemptions += self.engine.scheduler.counts["preemptions"]
+
+    def _report(self, violation: str | None) -> Report:
+        return Report(
+            config=self.config,
+            steps=self.steps,
+            virtual_seconds=round(self.clock.now, 3),
+            requests=self._serial - self._refused,
+            refused=self._refused,
+            endings=dict(self._endings),
+            preemptions=self._preemptions,
+            deaths=self._deaths,
+            hit_share=round(self._hits / max(self._queried, 1), 4),
+            worst_wait=round(self._patience.worst, 4),
+            worst_lead=round(self._fairness.worst, 4),
+            trace=self._trace.hexdigest(),
+            violation=violation,
+        )
