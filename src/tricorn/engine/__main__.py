@@ -18,8 +18,7 @@ import msgspec
 import zmq
 
 from tricorn.engine.client import BEAT_SECONDS, endpoint
-from tricorn.engine.engine import Engine
-from tricorn.engine.factory import open_executor
+from tricorn.engine.factory import open_engine
 from tricorn.engine.loop import run
 from tricorn.engine.messages import Failed, FromEngine, ToEngine
 from tricorn.engine.options import EngineOptions
@@ -55,8 +54,7 @@ def main() -> int:
     mailbox = SocketMailbox(Path(sys.argv[1]))
     try:
         options = msgspec.json.decode(sys.argv[2], type=EngineOptions)
-        executor, info = open_executor(options)
-        engine = Engine(executor, info.limits, options.scheduler, debug=options.debug_checks)
+        engine, info = open_engine(options)
     except (TricornError, MemoryError, OSError) as error:
         mailbox.send(Failed(str(error) or type(error).__name__))
         return 1
@@ -66,7 +64,7 @@ def main() -> int:
     except Exception as error:
         mailbox.send(Failed(f"the engine failed: {type(error).__name__}: {error}"))
         raise
-    executor.close()
+    engine.close()
     return 0
 
 

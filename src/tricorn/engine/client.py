@@ -22,8 +22,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from tricorn.engine.engine import Engine
-from tricorn.engine.factory import open_executor
+from tricorn.engine.factory import engine_of, open_executor
 from tricorn.engine.loop import run
 from tricorn.engine.messages import Close, EngineInfo, EngineStats, Failed, FromEngine, Outputs, ToEngine
 from tricorn.engine.options import EngineOptions
@@ -47,8 +46,8 @@ class InProcessClient:
     cannot start."""
 
     def __init__(self, options: EngineOptions, opened: tuple[Executor, EngineInfo] | None = None) -> None:
-        self._executor, self.info = opened or open_executor(options)
-        self._engine = Engine(self._executor, self.info.limits, options.scheduler, debug=options.debug_checks)
+        executor, self.info = opened or open_executor(options)
+        self._engine = engine_of(executor, self.info, options)
         self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self._streams = Streams(self.abort)
         self._stats = EngineStats()
@@ -80,7 +79,7 @@ class InProcessClient:
         """Stops the engine; open requests end with an error."""
         self._inbox.put(Close())
         self._thread.join()
-        self._executor.close()
+        self._engine.close()
 
     def receive(self, wait: bool) -> list[ToEngine]:
         """For the engine's thread: see loop.Mailbox."""

@@ -2,14 +2,50 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
+import xxhash
+
+from tricorn.cache.disk import open_tier
+from tricorn.engine.engine import Engine
 from tricorn.engine.messages import EngineInfo
 from tricorn.engine.options import EngineOptions, Sizes, derive
 from tricorn.models.graph import Graph
+from tricorn.request import TricornError
 from tricorn.runtime.step import PAGE, Executor, page_bytes
 from tricorn.scheduler.limits import Limits
 from tricorn.weights.tokenizer import undecodable_ids
+
+
+def open_engine(options: EngineOptions) -> tuple[Engine, EngineInfo]:
+    """Opens the model, and the disk tier if there is to be one, and makes an engine of them. Raises TricornError like
+    open_executor."""
+    executor, info = open_executor(options)
+    return engine_of(executor, info, options), info
+
+
+def engine_of(executor: Executor, info: EngineInfo, options: EngineOptions) -> Engine:
+    """An engine over an executor that is open already."""
+    id = b"" if options.kv_disk is None else _engine_id(options)
+    tier = options.kv_disk and open_tier(Path(options.kv_disk), id, executor.page_bytes, options.kv_disk_bytes)
+    return Engine(executor, info.limits, options.scheduler, debug=options.debug_checks, tier=tier or None, engine_id=id)
+
+
+def _engine_id(options: EngineOptions) -> bytes:
+    """Names everything that the bytes of a page depend on beside its tokens: the engine file (whose first 64 bytes hold
+    the checksums of all of it), the type of the cache, and the code of the kernels."""
+    from tricorn import _native
+
+    path = Path(options.path)
+    if not path.is_file():
+        raise TricornError(f"the disk tier needs an engine file, {path} is none: see `tricorn build`")
+    digest = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        digest.update(file.read(64))
+    digest.update(f"{options.executor} {options.kv_type} ".encode())
+    digest.update(xxhash.xxh3_128_digest(Path(_native.__file__).read_bytes()))
+    return digest.digest()
 
 
 def open_executor(options: EngineOptions) -> tuple[Executor, EngineInfo]:
