@@ -19,8 +19,10 @@ import pytest
 import typer
 
 from tricorn.cli import app
-from tricorn.engine.messages import EngineStats
+from tricorn.engine.messages import EngineInfo, EngineStats, TierStats
+from tricorn.scheduler.limits import Limits
 from tricorn.server import schema
+from tricorn.server.errors import HttpError
 from tricorn.server.metrics import Metrics
 from tricorn.weights.hub import BUILTIN, is_pulled
 
@@ -28,6 +30,7 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = sorted(path for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")))
 RUNNABLE = [path for path in DOCUMENTS if "```python\n" in path.read_text()]
 REFERENCE = (ROOT / "docs/api.md").read_text()
+OPERATIONS = (ROOT / "docs/operations.md").read_text()
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SPAN = re.compile(r"`([^`\n]+)`")
@@ -61,8 +64,8 @@ def sections(text: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def section(title: str) -> str:
-    return REFERENCE.split(f"\n## {title}\n")[1].split("\n## ")[0]
+def section(title: str, of: str = REFERENCE) -> str:
+    return of.split(f"\n## {title}\n")[1].split("\n## ")[0]
 
 
 def first_cells(text: str) -> list[str]:
@@ -194,9 +197,36 @@ def test_every_refused_field_is_named() -> None:
     assert sorted(first_cells(table)) == sorted(name for name, neutral in schema.REFUSED.items() if neutral)
 
 
+def test_every_header_is_named() -> None:
+    source = (ROOT / "src/tricorn/server/app.py").read_text() + (ROOT / "src/tricorn/server/exchange.py").read_text()
+    read = set(re.findall(r'header\(b"([\w-]+)"\)|key == b"([\w-]+)"', source))
+    known = {"content-type", "content-length", "authorization"}
+    assert {name for pair in read for name in pair if name} - known == {
+        name.lower() for name in first_cells(section("Headers"))
+    }
+
+
 def test_every_metric_is_named() -> None:
-    metrics = Metrics("model")
-    metrics.error(400)
-    types = re.findall(r"^# TYPE (\S+) (\S+)$", metrics.exposition(EngineStats()).decode(), re.MULTILINE)
-    lines = re.findall(r"^\| `(\S+)` \| (\w+) \|", section("Metrics"), re.MULTILINE)
+    info = EngineInfo(
+        model="m",
+        limits=Limits(context=16, vocab=2, max_sequences=1, max_tokens=1, max_rows=1),
+        pages=1,
+        page_size=16,
+        page_bytes=1,
+        executor="native",
+        threads=1,
+    )
+    metrics = Metrics("model", info)
+    metrics.error(HttpError(400, "x"))
+    text = metrics.exposition(EngineStats(disk=TierStats()), {"killed": 1}, os.getpid()).decode()
+    types = re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE)
+    lines = re.findall(r"^\| `(\S+)` \| (\w+) \|", section("Metrics", OPERATIONS), re.MULTILINE)
     assert sorted(lines) == sorted(types)
+
+
+def test_every_option_of_the_server_has_a_place() -> None:
+    """Whatever the server's options are called on the command line, they exist."""
+    command: Any = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    options = {option for parameter in command.params for option in parameter.opts}
+    for option in re.findall(r"--[a-z][a-z-]+", OPERATIONS):
+        assert option in options | {"--help"}, option

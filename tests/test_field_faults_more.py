@@ -236,13 +236,14 @@ def test_ids_of_every_kind_of_tokenizer() -> None:  # A-017
 
 def test_every_route_is_on_the_list() -> None:  # A-033
     """There is no key yet. Whoever adds one decides for each of these; whoever adds a route writes it here."""
-    open_to_all = {("/health", "GET"), ("/metrics", "GET")}
+    open_to_all = {("/health", "GET"), ("/ready", "GET"), ("/metrics", "GET")}
+    admin = {("/debug/state", "GET")}
     inference = {("/v1/chat/completions", "POST"), ("/v1/completions", "POST")}
     reading = {("/v1/models", "GET"), ("/v1/models/{id:path}", "GET")}
     app = create_app(Frontend(BPE, None, ScriptedEngine()), ServerOptions(name="m"))
     assert all(isinstance(route, Route) for route in app.routes)
     found = {(route.path, method) for route in app.routes if isinstance(route, Route) for method in route.methods or ()}
-    assert {pair for pair in found if pair[1] != "HEAD"} == open_to_all | inference | reading
+    assert {pair for pair in found if pair[1] != "HEAD"} == open_to_all | admin | inference | reading
 
     async def work(http: httpx.AsyncClient) -> list[int]:
         spellings = ["//v1/completions", "/V1/completions", "/v1/completions/", "/v1/%2563ompletions", "/docs"]

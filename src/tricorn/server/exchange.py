@@ -53,11 +53,16 @@ def new_request_id() -> str:
     return f"req-{secrets.token_hex(12)}"
 
 
+def _traceparent(scope: Scope) -> str | None:
+    given: list[bytes] = [value for key, value in scope["headers"] if key == b"traceparent"]
+    return given[0].decode("latin-1") if len(given) == 1 else None
+
+
 class Exchange:
     """A request and the way to answer it. `entry` is what the journal knows of it."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, route: str = "") -> None:
-        self.entry = Entry(request_id(scope), route)
+        self.entry = Entry(request_id(scope), route, _traceparent(scope))
         self._scope = scope
         self._receive = receive
         self._send = send
