@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from tricorn.cache.disk import TierStats
 from tricorn.request import Abort, Output, Request
 from tricorn.scheduler.limits import Limits
 
@@ -37,20 +38,6 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True, tag="info"):
     @property
     def max_sequences(self) -> int:
         return self.limits.max_running
-
-
-class TierStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The disk tier: what it holds now, and totals. `writing` is False once it has stopped taking pages in."""
-
-    pages: int = 0
-    pages_most: int = 0
-    writing: bool = False
-    written_pages: int = 0
-    read_pages: int = 0
-    corrupt_pages: int = 0
-    dropped_pages: int = 0
-    """Not written because the queue of the writer was full."""
-    read_seconds: float = 0.0
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
