@@ -34,6 +34,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     longest_prompt: int
     longest_output: int
     tenants: int
+    greedy: float
+    """The share of requests that the first tenant sends beside its own part."""
     salts: int
     stems: int
     """Beginnings that prompts share."""
@@ -85,6 +87,7 @@ def draw(seed: int) -> Config:
         longest_prompt=min(context - 1, random.choice([16, 64, 200, 1000])),
         longest_output=random.choice([4, 16, 64, 200]),
         tenants=random.choice([1, 2, 3, 4]),
+        greedy=random.choice([0.0, 0.5, 0.8]),
         salts=random.choice([1, 1, 2]),
         stems=random.choice([1, 4, 16]),
         priorities=random.choice([0, 1, 5]),

@@ -33,6 +33,9 @@ TICK = 0.001
 
 RESTART_SECONDS = 0.5
 
+LAST_TURNS = 3
+"""After the last request has ended, the engine is idle within so many turns."""
+
 FULL_CHECK_PAGES = 8
 """The books are counted anew in each step when the pool has so many pages, less often when it has more."""
 
@@ -104,8 +107,9 @@ class World:
                 self._turn()
             while self._live:
                 self._turn()
-            while not self.engine.idle:
-                self._turn()
+            for _ in range(LAST_TURNS):
+                if not self.engine.idle:
+                    self._turn()
             check_empty(self.engine)
             self._count()
             if self._gate.sequences or self._gate.waiting_tokens:
@@ -186,6 +190,7 @@ class World:
         shared = random.choice([0, length - 1, random.randrange(length)])
         prompt = stem[:shared] + self._ids(length - shared)
         output = min(1 + int(random.expovariate(2 / config.longest_output)), config.longest_output)
+        tenant = 0 if random.random() < config.greedy else random.randrange(config.tenants)
         late = random.random() < config.deadline_share
         return Request(
             id=f"r{self._serial}",
@@ -193,7 +198,7 @@ class World:
             params=self._params(output),
             seed=random.getrandbits(64),
             service=Service(
-                namespace=Namespace(f"s{random.randrange(config.salts)}", f"t{random.randrange(config.tenants)}"),
+                namespace=Namespace(f"s{random.randrange(config.salts)}", f"t{tenant}"),
                 priority=random.randint(-config.priorities, config.priorities),
                 deadline=self.clock.now + random.random() * config.longest_deadline if late else None,
                 retention=random.choice([0, 50, 50, 100]),
