@@ -293,6 +293,18 @@ def test_a_full_disk_stops_the_writing_and_nothing_else(
     )
 
 
+def test_a_device_without_room(caplog: pytest.LogCaptureFixture) -> None:
+    tier = DiskTier(FileStore(Path("/dev/full")), PAGE_BYTES, 8 * SLOT)
+    tier.save(key_of(1), page_of(1))
+    assert tier.flush(30)
+    assert not tier.stats().writing
+    assert tier.known([key_of(1)]) == 0
+    assert [message.split(";")[0] for message in caplog.messages] == [
+        "the disk tier stops writing ([Errno 28] No space left on device)"
+    ]
+    tier.close()
+
+
 def test_a_disk_that_cannot_be_read_gives_nothing() -> None:
     store = MemoryStore()
     tier = tier_on(store)
