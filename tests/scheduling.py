@@ -8,6 +8,7 @@ from random import Random
 import numpy as np
 
 from fake_executor import VOCAB, FakeExecutor, expected
+from tricorn.cache.disk import DiskTier
 from tricorn.engine.engine import Engine
 from tricorn.request import Namespace, Output, Request, SamplingParams, Service
 from tricorn.runtime.step import PAGE
@@ -29,8 +30,10 @@ class Bench:
         rows: int = 64,
         context: int = 10_000,
         options: SchedulerOptions = SchedulerOptions(),
+        tier: DiskTier | None = None,
+        executor: FakeExecutor | None = None,
     ) -> None:
-        self.executor = FakeExecutor(pages, max_tokens=budget, max_rows=rows)
+        self.executor = executor or FakeExecutor(pages, max_tokens=budget, max_rows=rows)
         limits = Limits(
             context=min(pages * PAGE, context),
             vocab=VOCAB,
@@ -41,7 +44,16 @@ class Bench:
         )
         self.now = 0.0
         """Virtual seconds; a step takes 0.01."""
-        self.engine = Engine(self.executor, limits, options, overlap=overlap, debug=True, clock=lambda: self.now)
+        self.engine = Engine(
+            self.executor,
+            limits,
+            options,
+            overlap=overlap,
+            debug=True,
+            clock=lambda: self.now,
+            tier=tier,
+            engine_id=b"fake",
+        )
         self.pool, self.scheduler = self.engine.pool, self.engine.scheduler
         self.executor.guard = self.guard
         self.said: dict[str, list[Output]] = defaultdict(list)
@@ -73,6 +85,8 @@ class Bench:
     def step(self) -> None:
         self.now += 0.01
         self.hear(self.engine.step())
+        if self.engine.tier:
+            self.engine.tier.work()
 
     def hear(self, outputs: list[Output]) -> None:
         if self.executor.problem:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import xxhash
 
 from tricorn.cache.disk import open_tier
+from tricorn.cache.keys import engine_id
 from tricorn.engine.engine import Engine
 from tricorn.engine.messages import EngineInfo
 from tricorn.engine.options import EngineOptions, Sizes, derive
@@ -40,12 +40,10 @@ def _engine_id(options: EngineOptions) -> bytes:
     path = Path(options.path)
     if not path.is_file():
         raise TricornError(f"the disk tier needs an engine file, {path} is none: see `tricorn build`")
-    digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
-        digest.update(file.read(64))
-    digest.update(f"{options.executor} {options.kv_type} ".encode())
-    digest.update(xxhash.xxh3_128_digest(Path(_native.__file__).read_bytes()))
-    return digest.digest()
+        checksums = file.read(64)
+    kernels = xxhash.xxh3_128_hexdigest(Path(_native.__file__).read_bytes())
+    return engine_id(file=checksums.hex(), executor=options.executor, kv_type=options.kv_type, kernels=kernels)
 
 
 def open_executor(options: EngineOptions) -> tuple[Executor, EngineInfo]:
