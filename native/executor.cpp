@@ -87,6 +87,7 @@ Executor::~Executor() {
         stopping_ = true;
     }
     arrived_.notify_all();
+    masked_.notify_all();
     driver_.join();
 }
 
@@ -94,9 +95,26 @@ int64_t Executor::submit(Step step) {
     check(step);
     std::lock_guard lock(mutex_);
     last_rows_submitted_ = static_cast<int>(step.sampling.rows.size());
+    if (step.sampling.masks_follow) due_[next_ticket_] = step.sampling.rows.size();
     queue_.emplace_back(next_ticket_, std::move(step));
     arrived_.notify_one();
     return next_ticket_++;
+}
+
+void Executor::put_masks(int64_t ticket, Masks masks) {
+    std::lock_guard lock(mutex_);
+    const auto due = due_.find(ticket);
+    if (due == due_.end()) throw std::invalid_argument("no masks are due for this step");
+    check(masks, due->second);
+    due_.erase(due);
+    masks_.emplace(ticket, std::move(masks));
+    masked_.notify_all();
+}
+
+Masks Executor::await_masks(int64_t ticket) {
+    std::unique_lock lock(mutex_);
+    masked_.wait(lock, [&] { return stopping_ || masks_.contains(ticket); });
+    return stopping_ ? Masks{} : std::move(masks_.extract(ticket).mapped());
 }
 
 Result Executor::wait(int64_t ticket) {
@@ -158,7 +176,7 @@ void Executor::check(const Step& step) const {
     const size_t rows = c.rows.size();
     require(rows <= size(limits_.max_rows), "number of sampled rows");
     for (int32_t row : c.rows) require(row >= 0 && row < tokens, "sampled row");
-    for (const auto* column : {&c.target, &c.top_k, &c.position, &c.logprobs, &c.history_prompt, &c.mask_index})
+    for (const auto* column : {&c.target, &c.top_k, &c.position, &c.logprobs, &c.history_prompt})
         require(column->size() == rows, "sampling column");
     for (const auto* column : {&c.temperature, &c.top_p, &c.min_p, &c.repetition, &c.presence, &c.frequency})
         require(column->size() == rows, "sampling column");
@@ -172,9 +190,13 @@ void Executor::check(const Step& step) const {
     for (int32_t id : c.history_ids) require(id < plan_.vocabulary && id >= -last_rows_submitted_, "id in history");
     for (int32_t id : c.target) require(id < plan_.vocabulary, "target");
     for (int32_t n : c.logprobs) require(n <= plan_.vocabulary && n <= 1024, "logprobs");
-    for (int32_t i : c.mask_index)
-        require(i < 0 || (c.mask_words > 0 && size(i + 1) * size(c.mask_words) <= c.mask.size()), "mask index");
-    require(c.mask.empty() || c.mask_words == divide_up(plan_.vocabulary, 32), "mask width");
+    if (!c.masks_follow) check(c.masks, rows);
+}
+
+void Executor::check(const Masks& masks, size_t rows) const {
+    require(masks.index.size() == rows, "sampling column");
+    require(masks.words.size() % mask_words() == 0, "mask width");
+    for (int32_t i : masks.index) require(i < 0 || size(i + 1) * mask_words() <= masks.words.size(), "mask index");
 }
 
 void Executor::drive() {
@@ -189,7 +211,7 @@ void Executor::drive() {
             next = std::move(queue_.front());
             queue_.pop_front();
         }
-        Result result = execute(next.second, pool);
+        Result result = execute(next.first, next.second, pool);
         {
             std::lock_guard lock(mutex_);
             for (size_t i = 0; i < seconds_.size(); ++i) seconds_[i] += step_seconds_[i];
@@ -235,10 +257,10 @@ void Executor::prepare(const Step& step) {
     for (Share& share : shares_) share.reset();
 }
 
-Result Executor::execute(Step& step, Pool& pool) {
+Result Executor::execute(int64_t ticket, Step& step, Pool& pool) {
     resolve(step);
     prepare(step);
-    const SamplingColumns& columns = step.sampling;
+    SamplingColumns& columns = step.sampling;
     const int rows = static_cast<int>(columns.rows.size());
     Result result;
     for (int32_t n : columns.logprobs) result.alternatives = std::max(result.alternatives, n);
@@ -272,6 +294,10 @@ Result Executor::execute(Step& step, Pool& pool) {
         for (size_t i = 0; i < ops; ++i) {
             run(plan_.ops[i], shares_[i], members);
             finish_phase(i + 1);
+        }
+        if (columns.masks_follow) {
+            if (member == 0) columns.masks = await_masks(ticket);
+            pool.barrier().wait();
         }
         shares_[ops + 2].each(rows, members, [&](int row) { sample_row(row, columns, result); });
         finish_phase(ops + 1);
@@ -389,7 +415,8 @@ void Executor::sample_row(int row, const SamplingColumns& c, Result& result) {
     s.history_count = c.history_start[r + 1] - c.history_start[r];
     s.history = c.history_ids.data() + c.history_start[r];
     s.history_prompt = c.history_prompt[r];
-    s.mask = c.mask_index[r] < 0 ? nullptr : c.mask.data() + size(c.mask_index[r]) * size(c.mask_words);
+    const bool masked = r < c.masks.index.size() && c.masks.index[r] >= 0;  // none when the executor is stopping
+    s.mask = masked ? c.masks.words.data() + size(c.masks.index[r]) * mask_words() : nullptr;
     const size_t at = r * size(result.alternatives);
     const Sampled out = kernels_.sample(s, floats(plan_.logits, row), plan_.vocabulary, result.top_ids.data() + at,
                                         result.top_logprobs.data() + at);

@@ -78,15 +78,21 @@ struct Limits {
     Cache cache;
 };
 
+// Which ids may be sampled: bit masks of the width of the vocabulary, and for each row which one counts, or -1.
+struct Masks {
+    std::vector<int32_t> index;
+    std::vector<uint32_t> words;
+};
+
 // Sampling of all rows of a step, as in runtime/step.py.
 struct SamplingColumns {
     std::vector<int32_t> rows, target, top_k, position, logprobs;
     std::vector<float> temperature, top_p, min_p, repetition, presence, frequency;
     std::vector<uint64_t> seed;
-    std::vector<int32_t> bias_start, bias_ids, history_start, history_ids, history_prompt, mask_index;
+    std::vector<int32_t> bias_start, bias_ids, history_start, history_ids, history_prompt;
     std::vector<float> bias_values;
-    std::vector<uint32_t> mask;
-    int mask_words = 0;
+    Masks masks;
+    bool masks_follow = false;  // the masks come by put_masks while the step runs; it does not sample before
 };
 
 struct Step {
@@ -107,6 +113,8 @@ class Executor {
 
     // Queues a step and returns its ticket; std::invalid_argument names what is wrong with it.
     int64_t submit(Step step);
+    // Hands over the masks of a step that said they would follow.
+    void put_masks(int64_t ticket, Masks masks);
     // Waits for a ticket; each can be taken once.
     Result wait(int64_t ticket);
 
@@ -128,10 +136,12 @@ class Executor {
     };
 
     void check(const Step& step) const;
+    void check(const Masks& masks, size_t rows) const;
     void drive();
+    Masks await_masks(int64_t ticket);
     void resolve(Step& step) const;
     void prepare(const Step& step);
-    Result execute(Step& step, Pool& pool);
+    Result execute(int64_t ticket, Step& step, Pool& pool);
     void begin_row(int row);
     void run(const Op& op, Share& share, int members);
     void sample_row(int row, const SamplingColumns& columns, Result& result);
@@ -143,6 +153,7 @@ class Executor {
         return reinterpret_cast<float*>(memory(index)) + stride(index) * static_cast<size_t>(row);
     }
     Activations activations(int index) const { return {buffer(index).kind, buffer(index).columns, memory(index)}; }
+    size_t mask_words() const { return static_cast<size_t>(plan_.vocabulary + 31) / 32; }
     int rows_of(int index) const {
         return buffer(index).sampled ? static_cast<int>(sampled_rows_.size()) : batch_.tokens;
     }
@@ -164,9 +175,11 @@ class Executor {
     std::vector<double> step_seconds_;  // per phase, of this step
 
     std::mutex mutex_;
-    std::condition_variable arrived_, finished_;
+    std::condition_variable arrived_, finished_, masked_;
     std::deque<std::pair<int64_t, Step>> queue_;
     std::map<int64_t, Result> results_;
+    std::map<int64_t, size_t> due_;   // rows of the steps whose masks have not come
+    std::map<int64_t, Masks> masks_;  // that have come, until they are used
     std::vector<double> seconds_;
     int64_t next_ticket_ = 0;
     int last_rows_submitted_ = 0;

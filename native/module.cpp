@@ -273,11 +273,17 @@ class PyExecutor {
         to.history_start = copy<int32_t>(c, "history_start");
         to.history_ids = copy<int32_t>(c, "history_ids");
         to.history_prompt = copy<int32_t>(c, "history_prompt");
-        to.mask_index = copy<int32_t>(c, "mask_index");
-        to.mask = copy_matrix<uint32_t>(c, "mask");
-        to.mask_words = nb::cast<int>(c.attr("mask").attr("shape")[nb::int_(1)]);
+        to.masks_follow = nb::cast<bool>(c.attr("masks_follow"));
+        if (!to.masks_follow) to.masks = {copy<int32_t>(c, "mask_index"), copy_matrix<uint32_t>(c, "mask")};
         nb::gil_scoped_release unlocked;
         return executor_.submit(std::move(step));
+    }
+
+    void put_masks(int64_t ticket, const Array<int32_t>& index,
+                   const nb::ndarray<const uint32_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>& mask) {
+        Masks masks{{index.data(), index.data() + index.size()}, {mask.data(), mask.data() + mask.size()}};
+        nb::gil_scoped_release unlocked;
+        executor_.put_masks(ticket, std::move(masks));
     }
 
     // (ids, logprob, rank, top_ids, top_logprobs)
@@ -339,6 +345,7 @@ NB_MODULE(_native, m) {
              nb::arg("file"), nb::arg("tensors"), nb::arg("plan"), nb::arg("isa"), nb::arg("threads"), nb::arg("pages"),
              nb::arg("max_tokens"), nb::arg("max_rows"), nb::arg("cache"))
         .def("submit", &PyExecutor::submit, nb::arg("step"))
+        .def("put_masks", &PyExecutor::put_masks, nb::arg("ticket"), nb::arg("index"), nb::arg("mask"))
         .def("wait", &PyExecutor::wait, nb::arg("ticket"))
         .def("seconds", &PyExecutor::seconds)
         .def("last_logits", &PyExecutor::last_logits)

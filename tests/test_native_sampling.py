@@ -44,7 +44,10 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
             pages=np.arange(ROWS // PAGE, dtype=np.int32),
             sampling=sampling,
         )
-        result = executor.submit(step).result()
+        handle = executor.submit(step)
+        if sampling.masks_follow:
+            handle.put_masks(sampling.mask_index, sampling.mask)
+        result = handle.result()
         return result, np.asarray(executor._native.last_logits())
 
     yield sampled
@@ -257,3 +260,12 @@ def test_the_twin_agrees_on_the_choice_of_one_row(run: Run) -> None:
     sampling = settings(temperature=1, seed=2**64 - 1, position=np.arange(ROWS))
     want = [choose(logits[row], sampling, sampling.history_ids, row) for row in range(ROWS)]
     assert got.ids.tolist() == want
+
+
+def test_masks_may_follow(run: Run) -> None:
+    """A step whose masks come after it was submitted samples what it would have with them."""
+    sampling = random_settings(np.random.default_rng(77))
+    at_once, _ = run(sampling)
+    later, _ = run(replace(sampling, masks_follow=True))
+    assert np.array_equal(at_once.ids, later.ids)
+    assert np.array_equal(at_once.logprob, later.logprob)

@@ -7,12 +7,15 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tricorn.cache.disk import DiskTier
 from tricorn.cache.pool import PagePool
 from tricorn.cache.radix import RadixTree
 from tricorn.engine.messages import EngineState, EngineStats
 from tricorn.request import Output, Request, TricornError
-from tricorn.runtime.step import Executor, Handle, StepResult
+from tricorn.runtime.step import I32, Executor, Handle, StepResult
 from tricorn.scheduler.batch import Batch
 from tricorn.scheduler.limits import Limits
 from tricorn.scheduler.loading import Loading
@@ -34,6 +37,9 @@ class _Failed:
     """The handle of a step that the executor refused."""
 
     error: Exception
+
+    def put_masks(self, index: I32, mask: NDArray[np.uint32]) -> None:
+        pass
 
     def result(self) -> StepResult:
         raise self.error

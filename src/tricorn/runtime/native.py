@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from tricorn import _native
 from tricorn.request import TricornError
 from tricorn.runtime import step
 from tricorn.runtime.sampling import scoring
-from tricorn.runtime.step import F32, PAGE, U8, Step, StepResult
+from tricorn.runtime.step import F32, I32, PAGE, U8, Step, StepResult
 
 if TYPE_CHECKING:
     from tricorn.compiler.engine_file import EngineFile
@@ -31,6 +32,9 @@ class NativeHandle:
     def __init__(self, native: _native.Executor, ticket: int) -> None:
         self._native, self._ticket = native, ticket
         self._result: StepResult | None = None
+
+    def put_masks(self, index: I32, mask: NDArray[np.uint32]) -> None:
+        self._native.put_masks(self._ticket, index, mask)
 
     def result(self) -> StepResult:
         if self._result is None:

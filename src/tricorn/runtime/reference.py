@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tricorn.models.graph import Graph
 from tricorn.request import TricornError
@@ -21,16 +22,32 @@ BLOCK = 16
 """Rows in one matrix product."""
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The handle of a step that has already run (or failed: then `result` raises)."""
+class ReferenceHandle:
+    """The handle of a step. It runs at once, or when its masks have come."""
 
-    outcome: StepResult | TricornError
+    def __init__(self, run: Callable[[Step], StepResult], step: Step) -> None:
+        self._run = run
+        self._step = step
+        self._outcome: StepResult | TricornError | None = None
+        if not step.sampling.masks_follow:
+            self._finish()
+
+    def put_masks(self, index: I32, mask: NDArray[np.uint32]) -> None:
+        self._step.sampling.mask_index, self._step.sampling.mask = index, mask
+        self._finish()
 
     def result(self) -> StepResult:
-        if isinstance(self.outcome, TricornError):
-            raise self.outcome
-        return self.outcome
+        if self._outcome is None:
+            raise TricornError("the masks of a step have not come")
+        if isinstance(self._outcome, TricornError):
+            raise self._outcome
+        return self._outcome
+
+    def _finish(self) -> None:
+        try:
+            self._outcome = self._run(self._step)
+        except TricornError as error:
+            self._outcome = error
 
 
 class ReferenceExecutor:
@@ -49,13 +66,9 @@ class ReferenceExecutor:
         self.values = np.zeros_like(self.keys)
         self.sampled = np.zeros(0, np.int32)
 
-    def submit(self, step: Step) -> Finished:
-        """Runs the step at once; what goes wrong is raised by the handle."""
-        try:
-            return Finished(self._run(step))
-        except TricornError as error:
-            self.sampled = np.zeros(0, np.int32)
-            return Finished(error)
+    def submit(self, step: Step) -> ReferenceHandle:
+        """Runs the step; what goes wrong is raised by the handle."""
+        return ReferenceHandle(self._run, step)
 
     def read_page(self, page: int) -> U8:
         _check_range("page", np.array([page]), self.pages)
@@ -90,6 +103,7 @@ class ReferenceExecutor:
     def _run(self, step: Step) -> StepResult:
         history = self._known(step.sampling.history_ids)
         step = replace(step, token_ids=self._known(step.token_ids))
+        self.sampled = np.zeros(0, np.int32)  # should it fail
         self._check(step)
         sources, targets = step.copies.reshape(-1, 2).T
         self.keys[:, targets] = self.keys[:, sources]

@@ -65,6 +65,8 @@ class Sampling:
     history_prompt: I32
     mask_index: I32
     mask: NDArray[np.uint32]
+    masks_follow: bool = False
+    """The masks are not known yet: `Handle.put_masks` brings them while the step runs."""
 
 
 @dataclass(slots=True)
@@ -105,6 +107,11 @@ class StepResult:
 
 class Handle(Protocol):
     """A step under way."""
+
+    def put_masks(self, index: I32, mask: NDArray[np.uint32]) -> None:
+        """Hands over `mask_index` and `mask` of a step that was submitted with `masks_follow`, once: without them it
+        never ends."""
+        ...
 
     def result(self) -> StepResult:
         """Waits for the step to end. Raises TricornError when it failed."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tricorn.request import FinishReason, Request, SamplingParams, TricornError
 from tricorn.runtime.step import I32, PAGE, U8, U64, Sampling, Step, StepResult
@@ -285,6 +286,7 @@ class FakeExecutor:
 
     def _run(self, step: Step) -> StepResult:
         self._guarded(step)
+        assert not step.sampling.masks_follow, "the masks of a step have not come"
         self.steps += 1
         self.tokens_run += len(step.token_ids)
         if len(step.copies):
@@ -401,6 +403,10 @@ class _Handle:
     step: Step
     submitted: float
     outcome: StepResult | TricornError | None = None
+
+    def put_masks(self, index: I32, mask: NDArray[np.uint32]) -> None:
+        sampling = self.step.sampling
+        sampling.mask_index, sampling.mask, sampling.masks_follow = index, mask, False
 
     def result(self) -> StepResult:
         self.executor.run_until(self)
