@@ -351,6 +351,23 @@ def test_a_choice_in_time_is_answered_beside_one_that_is_too_late() -> None:
         assert reasons == {0: "timeout", 1: "length"}
 
 
+# --- health
+
+
+def test_requests_wait_for_an_engine_that_is_restarted() -> None:
+    class Restarting(ScriptedEngine):
+        status = "restarting"
+
+    async def work(http: httpx.AsyncClient) -> list[Any]:
+        answers = [await http.get(path) for path in ("/health", "/ready")]
+        answers.append(await http.post(PLAIN, json={"prompt": "x", "max_tokens": 2}))
+        return [(answer.status_code, answer.json().get("status")) for answer in answers]
+
+    assert drive(work, Restarting([5] * 3)) == [(200, "ok"), (503, "restarting"), (200, None)]
+    dead = drive(work, ScriptedEngine([5] * 3, alive=False))
+    assert dead == [(503, None), (503, "dead"), (503, None)]
+
+
 # --- metrics
 
 

@@ -30,7 +30,8 @@ DEATH = "die"
 
 
 def main() -> None:
-    """The server process: 20 ms for a token; the prompt "die" kills the engine in its stream."""
+    """The server process: 20 ms for a token; the prompt "die" kills the engine in its stream. A second argument says
+    how loading goes: "slow", or "failed" after a while."""
     engine = ScriptedEngine(delay=0.02)
 
     def say(request: Request) -> list[int]:
@@ -47,13 +48,22 @@ def main() -> None:
         print(error, file=sys.stderr)
         raise SystemExit(1) from None
 
+    how = sys.argv[2] if len(sys.argv) > 2 else ""
+
     async def loaded() -> Frontend:
+        await asyncio.sleep(1.0 if how else 0.0)
+        if how == "failed":
+            raise TricornError("the model is broken")
         return frontend
 
     async def serve() -> int:
         return await run(loaded(), options, listener)
 
-    raise SystemExit(asyncio.run(serve()))
+    try:
+        raise SystemExit(asyncio.run(serve()))
+    except TricornError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(1) from None
 
 
 @dataclass
@@ -71,14 +81,16 @@ class Server:
         return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def start(port: int = 0) -> Server:
+def start(port: int = 0, loading: str = "") -> Server:
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), str(here.parent / "src"), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", "import test_server_http; test_server_http.main()", str(port)]
+    command = [sys.executable, "-c", "import test_server_http; test_server_http.main()", str(port), loading]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
     )
     assert process.stdout is not None
+    if loading:
+        return Server(process, port)
     line = process.stdout.readline()
     if "http://" not in line:
         return Server(process, 0)
@@ -270,15 +282,110 @@ def test_a_signal_lets_streams_finish(own: Server) -> None:  # A-094
     stop(again)
 
 
+def test_new_requests_are_refused_while_others_finish(own: Server) -> None:  # A-094
+    body = {"prompt": "x", "max_tokens": 40, "stream": True}
+    with httpx.Client(base_url=own.url) as http, http.stream("POST", "/v1/completions", json=body) as answer:
+        assert http.get("/ready").json() == {"status": "ready"}
+        lines = answer.iter_lines()
+        next(lines)
+        own.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        for streamed in (False, True):
+            refused = httpx.post(own.url + "/v1/completions", json={**body, "stream": streamed})
+            assert (refused.status_code, refused.headers["connection"]) == (503, "close")
+            assert refused.json()["error"]["code"] == "shutting_down"
+            assert int(refused.headers["retry-after"]) > 0
+        assert httpx.get(own.url + "/health").status_code == 200
+        ready = http.get("/ready")
+        assert (ready.status_code, ready.json()) == (503, {"status": "draining"})
+        assert metric(own, 'tricorn:requests_refused_total{model_name="m",reason="unavailable"}') == 2
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert own.process.wait(5) == 0
+
+
+def test_the_drain_has_an_end(own: Server) -> None:  # A-094
+    whole: list[httpx.Response] = []
+    body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True}
+    thread = threading.Thread(target=lambda: whole.append(httpx.post(own.url + "/v1/completions", json=body)))
+    thread.start()
+    with httpx.stream("POST", own.url + "/v1/completions", json={**body, "stream": True}) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        own.process.send_signal(signal.SIGTERM)
+        started = time.monotonic()
+        rest = [line for line in lines if line]
+    assert json.loads(rest[-1][6:])["error"]["code"] == "shutting_down"
+    assert own.process.wait(5) == 0
+    assert 2.5 < time.monotonic() - started < 5
+    thread.join()
+    assert (whole[0].status_code, whole[0].json()["error"]["code"]) == (503, "shutting_down")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def until_it_listens(server: Server) -> None:
+    end = time.monotonic() + 20
+    while True:
+        try:
+            assert httpx.get(server.url + "/health").status_code == 200
+            return
+        except httpx.ConnectError:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+
+def test_it_listens_while_it_loads() -> None:  # A-094
+    server = start(free_port(), "slow")
+    try:
+        until_it_listens(server)
+        with httpx.Client(base_url=server.url) as http:
+            assert http.get("/health").status_code == 200
+            ready = http.get("/ready")
+            assert (ready.status_code, ready.json()) == (503, {"status": "loading"})
+            for answer in (http.post("/v1/completions", json={"prompt": "x"}), http.get("/metrics")):
+                assert (answer.status_code, answer.json()["error"]["code"]) == (503, "loading")
+                assert int(answer.headers["retry-after"]) > 0
+                assert answer.headers["x-request-id"].startswith("req-")
+            while http.get("/ready").status_code != 200:
+                time.sleep(0.02)
+        alive(server)
+    finally:
+        stop(server)
+
+
+def test_a_signal_while_it_loads_ends_it() -> None:  # A-094
+    server = start(free_port(), "slow")
+    until_it_listens(server)
+    started = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    output, errors = server.process.communicate(timeout=5)
+    assert server.process.returncode == 0
+    assert time.monotonic() - started < 0.9
+    assert (output, errors) == ("", "")
+    socket.create_server(("127.0.0.1", server.port)).close()
+
+
+def test_a_model_that_does_not_load_ends_it() -> None:
+    server = start(free_port(), "failed")
+    output, errors = server.process.communicate(timeout=20)
+    assert server.process.returncode == 1
+    assert (output, errors) == ("", "the model is broken\n")
+
+
 def test_a_second_signal_ends_at_once(own: Server) -> None:  # A-094
     body = {"prompt": "x", "max_tokens": 200, "stream": True}
     with httpx.stream("POST", own.url + "/v1/completions", json=body) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()
+        next(lines)
         own.process.send_signal(signal.SIGTERM)
         time.sleep(0.3)
+        assert own.process.poll() is None
         started = time.perf_counter()
         own.process.send_signal(signal.SIGTERM)
-        own.process.wait(5)
+        assert own.process.wait(5) == 0
         assert time.perf_counter() - started < 2
 
 

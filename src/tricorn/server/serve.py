@@ -33,6 +33,8 @@ from tricorn.server.tracing import Tracing, open_tracing
 
 T = TypeVar("T")
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 WATCH_SECONDS = 0.1
 """How often the server looks whether the engine still lives."""
 
@@ -149,7 +151,7 @@ class Serving:
     async def run(self, loading: Awaitable[Frontend]) -> int:
         """See `run`."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in SIGNALS:
             loop.add_signal_handler(number, self._signalled)
         opening = asyncio.ensure_future(loading)
         serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
@@ -161,6 +163,9 @@ class Serving:
             if self._signals > 1:
                 serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
+            for number in SIGNALS:  # the process is about to end: one more must not change its exit code
+                loop.remove_signal_handler(number)
+                signal.signal(number, signal.SIG_IGN)
 
     def _signalled(self) -> None:
         self._signals += 1
