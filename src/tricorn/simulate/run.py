@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -13,6 +14,7 @@ from tricorn.simulate.world import Report, World
 
 def run_seed(seed: int, steps: int, told: Callable[[str], None] | None = None) -> Report:
     """One seed: its own configuration, its own world. The same every time."""
+    logging.getLogger("tricorn.cache").setLevel(logging.CRITICAL)  # the disk's faults are ours
     return World(draw(seed), told=told).run(steps)
 
 

@@ -33,6 +33,8 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     endings: dict[str, int]
     preemptions: int
     deaths: int
+    disk_hit_tokens: int
+    disk_faults: int
     worst_wait: float
     worst_lead: float
     failures: list[Failure]
@@ -60,6 +62,8 @@ def summarize(reports: Iterable[Report], steps: int, seconds: float) -> Summary:
         endings=dict(endings),
         preemptions=sum(report.preemptions for report in reports),
         deaths=sum(report.deaths for report in reports),
+        disk_hit_tokens=sum(report.disk_hit_tokens for report in reports),
+        disk_faults=sum(report.disk_faults for report in reports),
         worst_wait=max((report.worst_wait for report in reports), default=0.0),
         worst_lead=max((report.worst_lead for report in reports), default=0.0),
         failures=[failure(report, steps) for report in reports if report.violation],

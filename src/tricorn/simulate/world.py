@@ -9,6 +9,7 @@ from random import Random
 
 import msgspec
 
+from tricorn.cache.disk import DiskTier
 from tricorn.engine.engine import Engine
 from tricorn.engine.gate import Gate, GateOptions, Refused, Ticket
 from tricorn.request import Namespace, Output, Request, SamplingParams, Service, TricornError
@@ -25,6 +26,7 @@ from tricorn.simulate.checks import (
 )
 from tricorn.simulate.clock import VirtualClock
 from tricorn.simulate.config import Config, request_seconds
+from tricorn.simulate.disk import FaultyStore
 from tricorn.simulate.executor import VOCAB, FakeExecutor
 from tricorn.simulate.timing import seconds_of
 
@@ -33,8 +35,15 @@ TICK = 0.001
 
 RESTART_SECONDS = 0.5
 
-LAST_TURNS = 3
+LAST_TURNS = 100
 """After the last request has ended, the engine is idle within so many turns."""
+
+DISK_STRIDE = 4096
+"""Bytes of a page's record on disk."""
+
+DISK_QUEUE_PAGES = 16
+MOST_DISK_WORK = 10
+"""Pieces of work that the disk does in a step, at most."""
 
 FULL_CHECK_PAGES = 8
 """The books are counted anew in each step when the pool has so many pages, less often when it has more."""
@@ -56,6 +65,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int
     deaths: int
     hit_share: float
+    disk_hit_tokens: int
+    disk_faults: int
     worst_wait: float
     """The largest share of its bound that a request has waited."""
     worst_lead: float
@@ -82,6 +93,7 @@ class World:
             GateOptions(max_waiting=config.max_waiting, max_waiting_tokens=1 << 20, max_wait=config.max_wait),
             self.clock,
         )
+        self._store = FaultyStore(Random(f"disk {config.seed}"), config.disk_fault_rate, config.disk_read_seconds)
         self._live: dict[str, tuple[Record, Ticket]] = {}
         self._patience = Patience(config)
         self._fairness = Fairness(config)
@@ -90,7 +102,7 @@ class World:
         self._interval = request_seconds(config) / config.load * config.burst
         self._next = 0.0
         self._serial = self._refused = self._deaths = self._preemptions = 0
-        self._hits = self._queried = 0
+        self._hits = self._queried = self._disk_hits = 0
         self._endings: Counter[str] = Counter()
         self._trace = hashlib.blake2b(digest_size=16)
         self._check_every = max(1, config.pages // FULL_CHECK_PAGES)
@@ -133,7 +145,26 @@ class World:
             seconds=self._seconds,
             guard=self._guard,
         )
-        self.engine = self._make(self.executor, config.limits, config.options, overlap=config.overlap, clock=self.clock)
+        tier = None
+        if config.disk_pages:
+            page_bytes = self.executor.page_bytes
+            tier = DiskTier(
+                self._store,
+                page_bytes,
+                config.disk_pages * DISK_STRIDE,
+                queue_bytes=DISK_QUEUE_PAGES * page_bytes,
+                threaded=False,
+                clock=self._store.clock,
+            )
+        self.engine = self._make(
+            self.executor,
+            config.limits,
+            config.options,
+            overlap=config.overlap,
+            clock=self.clock,
+            tier=tier,
+            engine_id=b"simulated",
+        )
 
     def _seconds(self, step: Step) -> float:
         seconds = seconds_of(step, self.config.cost) * self._jitter.uniform(0.95, 1.05)
@@ -155,6 +186,7 @@ class World:
 
     def _arrive(self) -> None:
         if self.engine.idle:
+            self.engine.tidy()
             self.clock.until(self._next)
         while self._next <= self.clock.now:
             self._next += self._random.expovariate(1 / self._interval)
@@ -233,6 +265,9 @@ class World:
 
     def _turn(self) -> None:
         """One step of the engine, and everything that must hold after it."""
+        if self.engine.tier:
+            for _ in range(self._random.randrange(MOST_DISK_WORK)):
+                self.engine.tier.work()
         before, failures = self.clock.now, self.executor.steps
         outputs = self.engine.step()
         self.steps += 1
@@ -299,7 +334,9 @@ class World:
             self._told(line)
 
     def _count(self) -> None:
-        self._preemptions += self.engine.scheduler.counts["preemptions"]
+        counts = self.engine.scheduler.counts
+        self._preemptions += counts["preemptions"]
+        self._disk_hits += counts["disk_hit_tokens"]
 
     def _report(self, violation: str | None) -> Report:
         return Report(
@@ -311,6 +348,8 @@ class World:
             endings=dict(self._endings),
             preemptions=self._preemptions,
             deaths=self._deaths,
+            disk_hit_tokens=self._disk_hits,
+            disk_faults=self._store.faults,
             hit_share=round(self._hits / max(self._queried, 1), 4),
             worst_wait=round(self._patience.worst, 4),
             worst_lead=round(self._fairness.worst, 4),
