@@ -101,6 +101,7 @@ def serve(
     from tricorn.server.app import ServerOptions
     from tricorn.server.serve import serve as run
 
+    key = read_key(admin_key)
     path = ensure(model)
     options = ServerOptions(
         name=name or _short(model),
@@ -110,7 +111,7 @@ def serve(
         max_waiting_tokens=max_waiting_tokens,
         max_wait=max_wait,
         drain_seconds=drain_timeout,
-        admin_key=read_key(admin_key),
+        admin_key=key,
         log_level=log_level,
         log_format=log_format,
     )
@@ -335,6 +336,69 @@ def bench_simulate(
         for name, value in msgspec.structs.asdict(summary).items():
             print(f"{name:16} {len(summary.failures) if name == 'failures' else value}")
     raise typer.Exit(1 if summary.failures else 0)
+
+
+@bench.command("cost")
+def bench_cost(
+    model: ModelOption = DEFAULT_MODEL,
+    threads: Threads = None,
+    kv_type: KvType = "f16",
+    kv_bytes: KvBytes = None,
+) -> None:
+    """Measure what the steps of a model cost on this machine; prints the JSON that `bench capacity --cost` reads."""
+    import msgspec
+
+    from tricorn.compiler import ensure
+    from tricorn.simulate import machine
+
+    options = _engine_options(ensure(model), threads, kv_type, kv_bytes)
+    measured = machine.measure(_short(model), options, told=lambda line: print(line, file=sys.stderr))
+    print(msgspec.json.encode(measured).decode())
+
+
+@bench.command("capacity")
+def bench_capacity(
+    cost: Annotated[Path, typer.Option(help="What `tricorn bench cost` printed on the machine in question.")],
+    clients: Annotated[int, typer.Option(help="Clients, each with one request at a time.", min=1)] = 100,
+    replicas: Annotated[int, typer.Option(help="Engines, each with a machine of its own.", min=1)] = 4,
+    prompt: Annotated[int, typer.Option(help="Tokens of a prompt, half more or less.", min=1)] = 512,
+    output: Annotated[int, typer.Option(help="Tokens of an answer, half more or less.", min=1)] = 128,
+    requests: Annotated[int, typer.Option(help="What each client asks, one after the other.", min=1)] = 3,
+    think: Annotated[float, typer.Option(help="Mean seconds between an answer and the next question.", min=0)] = 1.0,
+    shared: Annotated[int, typer.Option(help="First tokens of a prompt that are one of 16 texts.", min=0)] = 0,
+    router: Annotated[
+        Literal["least", "prefix"], typer.Option(help="To the least busy replica, or to one that has the beginning.")
+    ] = "least",
+    json: Json = False,
+) -> None:
+    """Simulate many clients over many replicas, on machines measured before."""
+    import msgspec
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from tricorn.simulate.capacity import Fleet, Question
+    from tricorn.simulate.machine import read
+
+    question = Question(
+        clients=clients,
+        replicas=replicas,
+        prompt=prompt,
+        output=output,
+        requests=requests,
+        think=think,
+        shared=shared,
+        router=router,
+    )
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("answered")
+        answer = Fleet(read(cost), question).run(lambda done, total: progress.update(task, completed=done, total=total))
+    if json:
+        print(msgspec.json.encode({"question": question, "answer": answer}).decode())
+        return
+    for name, value in msgspec.structs.asdict(answer).items():
+        text = f"p50 {value.p50:.4f} s, p99 {value.p99:.4f} s" if hasattr(value, "p50") else value
+        print(f"{name:18} {text}")
 
 
 def _engine_options(path: Path, threads: int | None, kv_type: str, kv_bytes: str | None, **others: object):  # type: ignore[no-untyped-def]
