@@ -233,6 +233,13 @@ def test_the_highest_retention_asked_for_counts() -> None:
     assert get(tree, other) == 0
     assert get(tree, np.concatenate([stem, tokens(1, 2, 3)])) == 19
     assert get(tree, np.concatenate([stem, tokens(9)])) == 16
+    put(tree, other, retention=85)
+    assert tree.evict(1) == 1
+    assert get(tree, other) == 0
+    tree.evict(1)
+    put(tree, other, retention=85)
+    assert tree.evict(1) == 1
+    assert (get(tree, stem), get(tree, other)) == (16, 0)
 
 
 def test_a_pin_holds_until_its_time_or_until_nothing_else_is_left() -> None:

@@ -162,6 +162,11 @@ def test_the_page_used_longest_ago_is_overwritten() -> None:
     again.save(key_of(13), page_of(13))
     drain(again)
     assert [name for name in (2, 10, 11, 12, 13) if has(again, name)] == [10, 11, 12, 13]  # as they were written
+    again = tier_on(store, slots=4)
+    drain(again)
+    again.save(key_of(14), page_of(14))
+    drain(again)
+    assert [name for name in (2, 10, 11, 12, 13, 14) if has(again, name)] == [11, 12, 13, 14]
 
 
 def test_a_smaller_size_cuts_the_file(tmp_path: Path) -> None:

@@ -331,12 +331,12 @@ class DiskTier:
         return self._index.popitem(last=False)[1]
 
     def _stop_writing(self, error: OSError) -> None:
+        pages = len(self._index)
+        log.error("the disk tier stops writing (%s); the %d pages it has can still be read", error, pages)
         with self._changed:
             self._writing = False
             self._queue.clear()
-            pages = len(self._index)
             self._changed.notify_all()
-        log.error("the disk tier stops writing (%s); the %d pages it has can still be read", error, pages)
 
 
 def open_tier(folder: Path, engine_id: bytes, page_bytes: int, size: int) -> DiskTier:
