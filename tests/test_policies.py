@@ -339,3 +339,27 @@ def test_prompts_fit_the_target_time() -> None:
     assert len(late) > 5
     assert max(late) < 0.09
     assert np.median(late) > 0.06
+
+
+def test_the_state_shows_requests_pages_and_tree() -> None:
+    random = Random(11)
+    bench = Bench(pages=30, sequences=2)
+    stem = ids(random, 40)
+    bench.add(stem, service=service(tenant="t"), max_tokens=1)
+    bench.run()
+    for _ in range(4):
+        bench.add(stem + ids(random, 3), service=service(3, "t", 99.0), max_tokens=90, ignore_eos=True)
+    for _ in range(5):
+        bench.step()
+    state = bench.engine.state().state
+    assert [len(state["requests"][name]) for name in ("running", "waiting")] == [2, 2]
+    first = state["requests"]["running"][0]
+    assert (first["prompt_tokens"], first["cached_tokens"], first["tenant"], first["phase"]) == (43, 40, "t", "decode")
+    pages = state["pages"]
+    assert pages["free"] + pages["held"] + pages["cached"] == pages["total"] == len(pages["map"]) == 30
+    counts = [pages["map"].count(kind) for kind in ".chs"]
+    assert counts == [pages["free"], pages["cached"], pages["held"] - 2, 2]
+    nodes = {node["page"]: node for node in state["tree"]}
+    assert all(node["parent"] == -1 or node["parent"] in nodes for node in nodes.values())
+    assert sum(node["tokens"] for node in nodes.values()) >= 40
+    assert bench.engine.state().state["cost"] is None or bench.engine.state().state["cost"].step >= 0

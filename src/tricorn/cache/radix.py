@@ -22,7 +22,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -228,6 +228,24 @@ class RadixTree:
     def pages(self) -> dict[int, int]:
         """Every page of the tree, and how many tokens of it count."""
         return {node.page: len(node.key) // 4 for node in self._walk() if node.parent}
+
+    def nodes(self, limit: int) -> list[dict[str, int]]:
+        """The first so many nodes, each before those below it, for people: its page, its parent's (-1: none), how many
+        tokens it has, how many hold it, when it was last used (a growing number) and its retention."""
+        found = []
+        for node in islice((node for node in self._walk() if node.parent), limit):
+            assert node.parent is not None
+            found.append(
+                {
+                    "page": node.page,
+                    "parent": node.parent.page,
+                    "tokens": len(node.key) // 4,
+                    "holders": int(self.pool.holders[node.page]),
+                    "used": node.used,
+                    "retention": node.retention,
+                }
+            )
+        return found
 
     def check(self) -> None:
         """Walks the trees. Raises TricornError when they disagree with the pool or with themselves."""

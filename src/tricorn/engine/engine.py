@@ -31,6 +31,10 @@ TIDY_SECONDS = 0.5
 
 CLOSE_SECONDS = 5.0
 
+SHOWN_PAGES = 65_536
+SHOWN_NODES = 4096
+"""How much of the pool and the tree `state` shows."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
@@ -147,8 +151,22 @@ class Engine:
         )
 
     def state(self) -> EngineState:
-        """What is going on, for people: requests, pages, tree."""
-        return EngineState(self.scheduler.state())
+        """What is going on, for people. `requests` are those that run and wait; `pages` has a character for each page,
+        as far as they are shown: free ".", cached "c", held "h", held by several "s"; `tree` has its first nodes."""
+        pool = self.pool
+        shown = slice(0, SHOWN_PAGES)
+        kinds = np.where(pool.in_tree[shown], b"c", b".")
+        kinds = np.where(pool.holders[shown] > 0, b"h", kinds)
+        kinds = np.where(pool.holders[shown] > 1, b"s", kinds)
+        pages = {"total": pool.total, "free": pool.free, "held": pool.held, "cached": pool.cached}
+        return EngineState(
+            {
+                "requests": self.scheduler.state(),
+                "cost": self.scheduler.costs.cost,
+                "pages": {**pages, "map": kinds.tobytes().decode()},
+                "tree": self.scheduler.tree.nodes(SHOWN_NODES),
+            }
+        )
 
     def _save(self, key: bytes, page: int, wait: float = 0.0) -> None:
         assert self.tier is not None

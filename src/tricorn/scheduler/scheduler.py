@@ -236,7 +236,6 @@ class Scheduler:
         return {
             "running": [self._facts(sequence) for sequence in self.running],
             "waiting": [self._facts(sequence) for sequence in self.waiting],
-            "cost": self.costs.cost,
         }
 
     # Who runs
