@@ -149,8 +149,9 @@ class DiskTier:
         return True
 
     def fetch(self, keys: Sequence[bytes], pages: Sequence[int], write_page: Callable[[int, U8], None]) -> Fetch:
-        """Begins to read the pages of these keys into pages of memory, one by one, until one cannot be had.
-        `write_page(page, data)` is called by the tier's thread; `data` is valid during the call only."""
+        """Begins to read the pages of these keys into pages of memory, one by one, until one cannot be had; that one is
+        known no longer. `write_page(page, data)` is called by the tier's thread; `data` is valid during the call
+        only."""
         fetch = Fetch(keys, pages, write_page)
         with self._changed:
             if keys and self._open:
@@ -286,8 +287,9 @@ class DiskTier:
     def _deliver(self, fetch: Fetch, data: U8) -> bool:
         try:
             fetch.write_page(fetch.pages[fetch.good], data)
-        except Exception:  # whatever it is, the page is not there
+        except Exception:  # whatever it is, it must not happen again and again
             log.exception("a page read from disk could not be put into memory")
+            self._forget(fetch.keys[fetch.good])
             return False
         return True
 
@@ -296,11 +298,18 @@ class DiskTier:
         assert self._records
         page = self._records.read(slot, key)
         if page is None:
+            self._forget(key)
             with self._changed:
-                del self._index[key]
                 self._corrupt += 1
-            self._free.append(slot)
         return page
+
+    def _forget(self, key: bytes) -> None:
+        with self._changed:
+            self._queue.pop(key, None)
+            slot = self._index.pop(key, None)
+            self._changed.notify_all()
+        if slot is not None:
+            self._free.append(slot)
 
     def _write_page(self, key: bytes, data: U8) -> None:
         assert self._records
