@@ -391,7 +391,7 @@ def test_counters_tell_how_requests_ended(server: Server) -> None:  # A-090, A-0
     for _ in range(3):
         server.post({"prompt": "x", "temperature": 9}, status=400)
     for _ in range(2):
-        server.post({"prompt": ["x"] * 10, "n": 128}, status=429)
+        server.post({"prompt": ["x"] * 10, "n": 128}, status=400)
     with ThreadPoolExecutor(12) as threads:
         body = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
         for _ in range(12):
@@ -406,7 +406,7 @@ def test_counters_tell_how_requests_ended(server: Server) -> None:  # A-090, A-0
     assert sorted(of("vllm:request_success").values()) == [5, 12]
     assert rise['vllm:request_success_total{finished_reason="abort",}'] == 12
     assert rise['vllm:request_success_total{finished_reason="length",}'] == 5
-    assert sorted(of("tricorn:request_errors_total").values()) == [2, 3]
+    assert list(of("tricorn:request_errors_total").values()) == [5]
     assert rise["vllm:time_to_first_token_seconds_count{}"] == 17
     assert rise["vllm:e2e_request_latency_seconds_count{}"] == 5
     assert rise["vllm:prompt_tokens_total{}"] == 17

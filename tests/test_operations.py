@@ -332,6 +332,24 @@ def test_deadlines(one_slot: InProcessClient) -> None:
     assert after["vllm:e2e_request_latency_seconds_count"] == 3
 
 
+def test_deadlines_hold_when_the_engine_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tricorn.server.exchange.GRACE_SECONDS", 0.1)
+    engine = ScriptedEngine([5] * 9, delay=30)
+
+    async def work(http: httpx.AsyncClient) -> None:
+        for streamed in (False, True):
+            started = time.perf_counter()
+            answer = await http.post(PLAIN, json={"prompt": "x", "timeout": 0.1, "stream": streamed})
+            assert (answer.status_code, answer.json()["error"]["code"]) == (408, "request_timeout")
+            assert 0.15 < time.perf_counter() - started < 5
+        engine.delay = 0.05  # once there are tokens, it is the engine's to say what they are
+        answer = await http.post(PLAIN, json={"prompt": "x", "timeout": 0.1, "max_tokens": 8})
+        assert answer.json()["choices"][0]["finish_reason"] == "length"
+
+    drive(work, engine)
+    assert len(engine.aborted) == 2
+
+
 def test_a_choice_in_time_is_answered_beside_one_that_is_too_late() -> None:
     class Late(ScriptedEngine):
         async def answer(self, request: Request) -> AsyncGenerator[Output, None]:
@@ -387,8 +405,11 @@ def test_counters_and_histograms_agree(one_slot: InProcessClient) -> None:  # A-
             for _ in range(3):
                 await http.post(PLAIN, json={"prompt": "x", "temperature": 9})
             for _ in range(2):
-                assert (await http.post(PLAIN, json={"prompt": [5], "n": 5})).status_code == 429
-            for _ in range(5):
+                running = asyncio.create_task(leave(http, long))
+                await asyncio.sleep(0.02)
+                assert (await http.post(PLAIN, json={"prompt": [5], "n": 4})).status_code == 429
+                await asyncio.gather(running, return_exceptions=True)
+            for _ in range(3):
                 with pytest.raises(TimeoutError):
                     await leave(http, long)
             flying = asyncio.create_task(http.post(PLAIN, json=long))

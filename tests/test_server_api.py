@@ -457,7 +457,8 @@ def test_the_queue_is_bounded() -> None:  # A-095
     *burst, seven, idle = drive(work, engine, max_waiting=4)
     assert sorted(response.status_code for response in burst) == [200] * 6 + [429] * 34
     assert all(int(response.headers["retry-after"]) > 0 for response in burst if response.status_code == 429)
-    assert (seven.status_code, idle.status_code) == (429, 200)
+    assert (seven.status_code, idle.status_code) == (400, 200)  # seven never fit
+    assert "7 sequences" in seven.json()["error"]["message"]
 
 
 async def gone_after(app: Any, body: dict[str, Any], seconds: float) -> None:

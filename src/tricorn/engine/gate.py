@@ -129,7 +129,7 @@ class Ticket:
         gate.waiting_tokens += tokens
 
     def begin(self) -> None:
-        """One more of the sequences has brought its first token, or ended without one."""
+        """One more of the sequences has brought its first token."""
         if self._began is None:
             self._began = self._clock()
         self._wait(self.waiting - 1)

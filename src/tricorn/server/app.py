@@ -25,12 +25,13 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from tricorn.engine.gate import Gate, GateOptions, Ticket
+from tricorn.engine.messages import EngineState
 from tricorn.frontend.generate import Delta, Frontend, join
-from tricorn.request import Namespace, SamplingParams, Service
+from tricorn.request import Namespace, SamplingParams, Service, TricornError
 from tricorn.server import answers, headers, schema
 from tricorn.server.admin import check_admin
 from tricorn.server.answers import Fields, Prompt
-from tricorn.server.errors import HttpError, printable
+from tricorn.server.errors import HttpError, printable, too_late
 from tricorn.server.exchange import Endpoint, Exchange, HeaderLimit, request_id
 from tricorn.server.journal import Journal
 from tricorn.server.loading import answer_ready
@@ -40,6 +41,10 @@ from tricorn.server.tracing import Tracing
 
 CONTEXTS = 16
 """Prompt tokens that may wait, in contexts of the model, unless an option says how many."""
+
+
+STATE_SECONDS = 2.0
+"""How long the engine may take to tell its state; it does between two steps."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +166,7 @@ class Api:
         sampling, chat, params = schema.read_chat(await exchange.body())
         service = self._service(exchange, sampling)
         with await self._admit(sampling.model, params.n) as ticket:
-            await self._work(exchange, self._chat(exchange, ticket, sampling, chat, params, service))
+            await self._work(exchange, self._chat(exchange, ticket, sampling, chat, params, service), service)
 
     async def _chat(
         self,
@@ -183,7 +188,8 @@ class Api:
         prompts = schema.prompts(completion)
         service = self._service(exchange, sampling)
         with await self._admit(sampling.model, len(prompts) * params.n) as ticket:
-            await self._work(exchange, self._complete(exchange, ticket, sampling, completion, prompts, params, service))
+            work = self._complete(exchange, ticket, sampling, completion, prompts, params, service)
+            await self._work(exchange, work, service)
 
     async def _complete(
         self,
@@ -238,12 +244,12 @@ class Api:
         finally:
             watch.end(failed)
 
-    async def _work(self, exchange: Exchange, work: Coroutine[Any, Any, None]) -> None:
+    async def _work(self, exchange: Exchange, work: Coroutine[Any, Any, None], service: Service) -> None:
         """Runs a generation that was let in."""
         exchange.entry.phase = "tokenizing"
         self._running.add(exchange)
         try:
-            await exchange.while_connected(work)
+            await exchange.while_connected(work, service.deadline)
         finally:
             self._running.discard(exchange)
 
@@ -263,9 +269,17 @@ class Api:
             raise HttpError(503, "the engine is not running", code="engine_unavailable", retry_after=5)
 
     async def _admit(self, model: str | None, sequences: int) -> Ticket:
-        """Lets a request in before any work is spent on its prompt, or refuses it. Raises HttpError 404 or Refused."""
+        """Lets a request in before any work is spent on its prompt, or refuses it. Raises HttpError or Refused."""
+        self._open()  # its body may have taken a while
         if model is not None and model != self._name:
             raise HttpError(404, f"the model {printable(model, 80)!r} is not served here: use {self._name!r}", "model")
+        if sequences > self._gate.capacity:
+            raise HttpError(
+                400,
+                f"the request asks for {sequences} sequences; this server holds at most {self._gate.capacity}",
+                "n",
+                "too_many_sequences",
+            )
         return self._gate.enter(sequences, await self._frontend.client.stats())
 
     def _service(self, exchange: Exchange, body: schema.Sampling) -> Service:
@@ -285,7 +299,7 @@ class Api:
             collected[delta.index].append(delta)
         deltas = [join(group) for group in collected]
         if all(_unserved(delta) for delta in deltas):
-            raise _too_late()
+            raise too_late()
         choices = [self._choice(job, delta, streamed=False, first=True) for delta in deltas]
         await exchange.answer_json({**job.head, "choices": choices, "usage": self._usage(job, deltas)})
 
@@ -308,7 +322,7 @@ class Api:
                 unsent.clear()
         ended = [delta for delta in last if delta is not None]
         if all(map(_unserved, ended)):
-            raise _too_late()
+            raise too_late()
         if job.usage:
             unsent.append({**job.head, "choices": [], "usage": self._usage(job, ended, cached)})
         await exchange.events(*unsent)
@@ -391,14 +405,21 @@ class Api:
                 **msgspec.to_builtins(gate.options),
             },
         }
+        await exchange.answer_json({"server": server, "engine": await self._engine_state()})
+
+    async def _engine_state(self) -> Fields | None:
+        """None when the engine does not answer now."""
         state = getattr(self._frontend.client, "state", None)
-        await exchange.answer_json({"server": server, "engine": None if state is None else await state()})
+        if state is None:
+            return None
+        try:
+            async with asyncio.timeout(STATE_SECONDS):
+                answer = await state()
+        except (TimeoutError, TricornError):
+            return None
+        return answer.state if isinstance(answer, EngineState) else answer
 
 
 def _unserved(delta: Delta) -> bool:
     """Whether a choice ended because its time was over before it had begun."""
     return delta.finish_reason == "timeout" and delta.completion_tokens == 0
-
-
-def _too_late() -> HttpError:
-    return HttpError(408, "the request's time was over before it could begin", code="request_timeout")

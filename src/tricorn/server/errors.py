@@ -66,6 +66,11 @@ class HttpError(Exception):
         )
 
 
+def too_late() -> HttpError:
+    """The deadline passed while a request waited."""
+    return HttpError(408, "the request's time was over before it could begin", code="request_timeout")
+
+
 def from_refused(error: Refused) -> HttpError:
     """No room now; the gate knows for how long."""
     return HttpError(429, str(error), code="overloaded", retry_after=error.retry_after, reason=error.reason)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -17,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from tricorn.engine.gate import Refused
 from tricorn.frontend.errors import BadRequest, EngineFailure
-from tricorn.server.errors import HttpError, from_bad_request, from_refused
+from tricorn.server.errors import HttpError, from_bad_request, from_refused, too_late
 from tricorn.server.journal import Entry, Journal
 
 MAX_BODY = 8 * 2**20
@@ -28,6 +29,9 @@ BODY_SECONDS = 30.0
 
 MAX_HEADERS = 32 * 2**10
 """Bytes in the headers of a request."""
+
+GRACE_SECONDS = 1.0
+"""How late the engine may be to end a request whose deadline has passed."""
 
 MAX_REQUEST_ID = 128
 """Characters in a client's own request id; a longer one is replaced by one of ours."""
@@ -113,13 +117,18 @@ class Exchange:
             if not message.get("more_body", False):
                 return b"".join(parts)
 
-    async def while_connected(self, work: Coroutine[Any, Any, None]) -> None:
+    async def while_connected(self, work: Coroutine[Any, Any, None], deadline: float | None = None) -> None:
         """Runs `work` to its end, or cancels it and raises ClientGone when the client goes away. Raises HttpError 503
-        when somebody else cancels it: see `cut`.
+        when somebody else cancels it (see `cut`), and 408 when there is no token some time after the deadline, a
+        `time.monotonic()`: it is the engine that keeps deadlines, but it may be hung or starting anew.
         """
         task = self._work = asyncio.ensure_future(work)
         watch = asyncio.ensure_future(self._disconnected())
         try:
+            left = None if deadline is None else max(0.0, deadline + GRACE_SECONDS - time.monotonic())
+            done, _ = await asyncio.wait((task, watch), timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if not done and self.entry.first_token is None:
+                raise too_late()
             await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise ClientGone
