@@ -114,6 +114,11 @@ class DiskTier:
         return self._open
 
     @property
+    def writing(self) -> bool:
+        """Whether it takes pages in."""
+        return self._writing
+
+    @property
     def read_seconds_per_page(self) -> float:
         """What reading a page into memory takes of late; 0 until it has been measured."""
         return self._seconds_per_page

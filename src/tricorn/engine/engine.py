@@ -113,7 +113,7 @@ class Engine:
 
     def tidy(self) -> bool:
         """For idle moments: saves a few cached pages in the tier below memory. False when there is nothing to do."""
-        if self.tier is None or not self.tier.stats().writing:
+        if self.tier is None or not self.tier.writing:
             return False
         unsaved = self.scheduler.tree.unsaved(TIDY_PAGES)
         for key, page in unsaved:
@@ -170,7 +170,7 @@ class Engine:
 
     def _save(self, key: bytes, page: int, wait: float = 0.0) -> None:
         assert self.tier is not None
-        if not self.tier.known([key]):
+        if self.tier.writing and not self.tier.known([key]):
             self.tier.save(key, self.executor.read_page(page), wait)
 
     def _spent(self, phase: str, since: float) -> float:

@@ -41,7 +41,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_disk: str | None = None
     """A folder for pages that memory has no room for (see cache/disk.py)."""
     kv_disk_bytes: int = 4 << 30
-    """What the pages in that folder may take."""
+    """What the pages of this engine may take there."""
     step_timeout: float = 60.0
     """An engine process whose step takes longer than so many seconds ends itself, to be started anew."""
     debug_checks: bool = False
