@@ -440,6 +440,24 @@ def test_counters_and_histograms_agree(one_slot: InProcessClient) -> None:  # A-
     asyncio.run(work())
 
 
+def test_phases_of_answers_that_a_stop_string_ended(one_slot: InProcessClient) -> None:
+    """The engine never says how these ended; what it said with their first token counts."""
+
+    async def work() -> dict[str, float]:
+        async with client_of(one_slot) as http:  # type: ignore[arg-type]
+            body = {"prompt": [5, 6], "max_tokens": 100, "ignore_eos": True, "seed": 1}
+            whole = (await http.post(PLAIN, json=body)).json()["choices"][0]["text"]
+            stopped = (await http.post(PLAIN, json={**body, "stop": [whole[20:24]]})).json()["choices"][0]
+            assert stopped["finish_reason"] == "stop"
+            return figures((await http.get("/metrics")).text)
+
+    after = asyncio.run(work())
+    for phase in ("queue", "prefill", "decode", "inference"):
+        assert after[f"vllm:request_{phase}_time_seconds_count"] == 2
+    assert after["vllm:request_decode_time_seconds_sum"] > 1.05  # 99 steps of 10 ms, and some more
+    assert after['vllm:request_decode_time_seconds_bucket{le="0.05"}'] == 0
+
+
 # --- looking inside
 
 

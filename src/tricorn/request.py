@@ -122,7 +122,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `token_ids` holds every sampled id in order, end-of-sequence and stop tokens included. `logprobs` has one entry per
     id when asked for. `prompt_logprobs` comes once, with the first output: one entry per prompt token, the first None.
     `cached_tokens` is how many prompt tokens came from the prefix cache. `error` goes with reason "error", `timings`
-    with any. Reason "timeout": its deadline passed, in the queue (no ids were ever sent) or while it ran.
+    with any, and with the first ids. Reason "timeout": its deadline passed, in the queue (no ids were ever sent) or while it ran.
     """
 
     id: str

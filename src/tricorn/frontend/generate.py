@@ -58,8 +58,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     `offsets` are the characters of the choice's text before each token of `token_ids`. The fields from
     `finish_reason` on tell how it stands: `stop_reason` is the stop string or stop token id that ended it (None for
-    the model's own end). `prompt_logprobs` comes with the first delta only, `timings` with the last, if the engine
-    ended the choice.
+    the model's own end). `prompt_logprobs` comes with the first delta only, `timings` with the last; its decode is
+    0 when it was not the engine that ended the choice.
     """
 
     index: int
@@ -136,11 +136,15 @@ class Assembler:
         self._ids: list[int] = []  # tokens not released yet, with their offsets and logprobs
         self._offsets: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._timings: Timings | None = None
 
     def push(self, output: Output) -> Delta | None:
         """The delta that `output` brings, None when there is nothing to show yet. Raises EngineFailure."""
         if output.finish_reason == "error":
             raise EngineFailure(output.error or "the engine failed")
+        if output.timings is not None:
+            ended = output.finish_reason is not None
+            self._timings = output.timings if ended else msgspec.structs.replace(output.timings, decode=0.0)
         logprobs = output.logprobs
         for place, id in enumerate(output.token_ids):
             self._count += 1
@@ -205,7 +209,7 @@ class Assembler:
             completion_tokens=self._count,
             cached_tokens=output.cached_tokens,
             prompt_logprobs=output.prompt_logprobs,
-            timings=output.timings,
+            timings=None if reason is None else self._timings,
         )
 
 

@@ -479,6 +479,7 @@ class Scheduler:
             logprobs=logprobs,
             prompt_logprobs=scores,
             cached_tokens=max(sequence.cached_tokens, 0),
+            timings=sequence.timings(self._clock()) if sequence.outputs == 1 else None,
         )
 
     def _end(
