@@ -31,7 +31,7 @@ DEATH = "die"
 
 def main() -> None:
     """The server process: 20 ms for a token; the prompt "die" kills the engine in its stream. A second argument says
-    how loading goes: "slow", or "failed" after a while."""
+    how loading goes, "slow", or "failed" after a while, or that each request is "logged"."""
     engine = ScriptedEngine(delay=0.02)
 
     def say(request: Request) -> list[int]:
@@ -41,14 +41,14 @@ def main() -> None:
 
     engine.say = say
     frontend = Frontend(BPE, ChatTemplate(CHATML, BPE), engine)
-    options = ServerOptions(name="m", port=0, drain_seconds=3)
+    how = sys.argv[2] if len(sys.argv) > 2 else ""
+    level = "info" if how == "logged" else "warning"
+    options = ServerOptions(name="m", port=0, drain_seconds=3, log_level=level, log_format="json")
     try:
         listener = listen("127.0.0.1", int(sys.argv[1]))
     except TricornError as error:
         print(error, file=sys.stderr)
         raise SystemExit(1) from None
-
-    how = sys.argv[2] if len(sys.argv) > 2 else ""
 
     async def loaded() -> Frontend:
         await asyncio.sleep(1.0 if how else 0.0)
@@ -368,6 +368,24 @@ def test_a_signal_while_it_loads_ends_it() -> None:  # A-094
     socket.create_server(("127.0.0.1", server.port)).close()
 
 
+def test_requests_are_told_on_standard_error() -> None:
+    server = start(free_port(), "logged")
+    until_it_listens(server)
+    while httpx.get(server.url + "/ready").status_code != 200:
+        time.sleep(0.02)
+    for streamed in (False, True):
+        body = {"prompt": "somebody's secret", "max_tokens": 3, "stream": streamed}
+        httpx.post(server.url + "/v1/completions", json=body, headers={"x-request-id": f"streamed {streamed}"})
+    server.process.send_signal(signal.SIGTERM)
+    _, errors = server.process.communicate(timeout=5)
+    lines = [json.loads(line) for line in errors.splitlines()]
+    assert [(line["id"], line["status"], line["output_tokens"]) for line in lines] == [
+        ("streamed False", 200, 3),
+        ("streamed True", 200, 3),
+    ]
+    assert "secret" not in errors
+
+
 def test_a_model_that_does_not_load_ends_it() -> None:
     server = start(free_port(), "failed")
     output, errors = server.process.communicate(timeout=20)
@@ -396,5 +414,6 @@ def test_the_engine_s_death_ends_streams_and_the_server(own: Server) -> None:  #
     assert "the engine died" in json.loads(lines[-1][6:])["error"]["message"]
     assert own.process.wait(5) == 1
     _, errors = own.process.communicate()
-    assert errors.count("\n") == 1
-    assert "the engine died" in errors
+    request, last = errors.splitlines()
+    assert json.loads(request)["error"] == "engine_failure"
+    assert "the engine died" in last

@@ -64,7 +64,8 @@ class Text(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         pairs = [f"{name}={_word(value)}" for name, value in _fields(record).items()]
         line = " ".join([_time(record), record.levelname, clean(record.getMessage()), *pairs])
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        trace = self.formatException(record.exc_info).splitlines() if record.exc_info else []
+        return "\n".join([line, *map(clean, trace)])
 
 
 class Json(logging.Formatter):

@@ -138,6 +138,7 @@ class Serving:
                 http=BoundedHttp,
                 ws="none",
                 lifespan="off",
+                log_config=None,  # uvicorn's own would close the handlers that there are
                 log_level="error",
                 access_log=False,
                 server_header=False,
