@@ -416,4 +416,4 @@ def test_the_engine_s_death_ends_streams_and_the_server(own: Server) -> None:  #
     _, errors = own.process.communicate()
     request, last = errors.splitlines()
     assert json.loads(request)["error"] == "engine_failure"
-    assert "the engine died" in last
+    assert json.loads(last)["message"] == "the engine died; the server stops"

@@ -8,7 +8,6 @@ import json
 import logging
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -32,6 +31,8 @@ from tricorn.server.protocol import BoundedHttp
 from tricorn.server.tracing import Tracing, open_tracing
 
 T = TypeVar("T")
+
+log = logging.getLogger("tricorn.server")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -195,7 +196,7 @@ class Serving:
                     await asyncio.wait_for(self._signal.wait(), WATCH_SECONDS)
             await self._drain(api)
             if api.status == "dead":
-                print("tricorn: the engine died; the server stops", file=sys.stderr, flush=True)
+                log.error("the engine died; the server stops")
                 return 1
             return 0
         finally:
