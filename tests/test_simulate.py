@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,19 +13,36 @@ import pytest
 from typer.testing import CliRunner
 
 from tricorn import cli
+from tricorn.cache import radix
 from tricorn.cache.pool import PagePool
 from tricorn.cache.radix import Match, RadixTree
+from tricorn.cache.records import Records
+from tricorn.engine import ledger
 from tricorn.engine.engine import Engine
-from tricorn.request import Namespace, Output
+from tricorn.engine.ledger import Ledger
+from tricorn.engine.options import EngineOptions
+from tricorn.request import Namespace, Output, Request, TricornError
 from tricorn.scheduler.batch import Batch
+from tricorn.scheduler.cost import Cost, Work
 from tricorn.scheduler.options import SchedulerOptions
 from tricorn.scheduler.policies.fcfs import Fcfs
 from tricorn.scheduler.scheduler import Scheduler
+from tricorn.simulate.capacity import Capacity, Fleet, Question
 from tricorn.simulate.config import Config, draw
+from tricorn.simulate.machine import Machine, measure
 from tricorn.simulate.run import run_seed, run_seeds
 from tricorn.simulate.world import World
 
-CALM = {"abort_share": 0.0, "deadline_share": 0.0, "failure_rate": 0.0, "death_rate": 0.0, "plain": True}
+CALM = {
+    "plain": True,
+    "abort_share": 0.0,
+    "deadline_share": 0.0,
+    "failure_rate": 0.0,
+    "death_rate": 0.0,
+    "poison_share": 0.0,
+    "disk_pages": 0,
+}
+DISK = {"pages": 20, "disk_pages": 256, "disk_read_seconds": 0.0, "disk_fault_rate": 0.0}
 
 
 def config(policy: str = "fcfs", admission: str = "expected", **changes: Any) -> Config:
@@ -51,16 +70,19 @@ def config(policy: str = "fcfs", admission: str = "expected", **changes: Any) ->
 
 
 def test_a_short_run_keeps_every_invariant() -> None:
-    """Thirty seeds: all policies and admissions, with aborts, deadlines, failed steps and deaths of the engine."""
-    reports = list(run_seeds(0, 30, 500))
+    """Thirty seeds: all policies and admissions, with aborts, deadlines, failed steps, deaths and disk faults."""
+    reports = list(run_seeds(0, 30, 400))
     for report in reports:
         assert report.violation is None, (report.config.seed, report.violation)
-        assert report.steps >= 500
+        assert report.steps >= 400
     assert {report.config.options.policy for report in reports} == {"fcfs", "lpm", "dfs-weight", "priority", "fair"}
     assert {report.config.options.admission for report in reports} == {"guaranteed", "expected", "none"}
     endings = {reason for report in reports for reason in report.endings}
     assert endings == {"stop", "length", "abort", "timeout", "error"}
     assert sum(report.preemptions for report in reports) > 0
+    assert sum(report.deaths for report in reports) > 10
+    assert sum(report.disk_faults for report in reports) > 10
+    assert sum(report.disk_hit_tokens for report in reports) > 500
     assert sum(report.hit_share > 0.1 for report in reports) > 5
 
 
@@ -128,10 +150,13 @@ def dropping(commit: Callable[..., list[Output]]) -> Callable[..., list[Output]]
 
 def test_the_even_world_is_calm() -> None:
     """Without a fault the same worlds pass; otherwise what follows would say nothing."""
-    for policy in ("fcfs", "fair", "priority", "lpm"):
-        for admission in ("guaranteed", "expected"):
-            assert World(config(policy, admission)).run(600).violation is None
-    assert World(config(deadline_share=0.5, failure_rate=0.05, abort_share=0.3)).run(600).violation is None
+    for policy, admission in (("fcfs", "guaranteed"), ("fair", "expected"), ("lpm", "none")):
+        assert World(config(policy, admission)).run(300).violation is None
+    rough = config(deadline_share=0.5, failure_rate=0.05, abort_share=0.3, death_rate=0.01, poison_share=0.01, **DISK)
+    report = World(rough).run(600)
+    assert report.violation is None
+    assert report.deaths > 1
+    assert report.disk_hit_tokens > 100
 
 
 def test_a_leaked_page_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -213,14 +238,10 @@ def test_pages_out_of_order_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def swapped(self: RadixTree, *args: Any) -> Match:
         found = match(self, *args)
-        return msgspec_replace(found, pages=found.pages[::-1].copy())
+        return dataclasses.replace(found, pages=found.pages[::-1].copy())
 
     monkeypatch.setattr(RadixTree, "match", swapped)
     found(config(), "")
-
-
-def msgspec_replace(match: Match, pages: np.ndarray) -> Match:
-    return Match(pages, match.tail_page, match.tail_tokens, match.tokens)
 
 
 def test_a_namespace_that_is_overlooked_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,3 +312,113 @@ def test_a_deadline_that_comes_early_is_found(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(Scheduler, "add", hasty)
     found(config(deadline_share=0.5, longest_deadline=0.5), "before its deadline")
+
+
+def test_a_request_lost_in_a_death_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    died = Ledger.died
+
+    def forgetful(self: Ledger) -> tuple[list[Request], list[Output]]:
+        requests, outputs = died(self)
+        return requests[1:], outputs
+
+    monkeypatch.setattr(Ledger, "died", forgetful)
+    found(config(death_rate=0.01), "", steps=20_000)
+
+
+def test_tokens_sent_again_after_a_death_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    died = Ledger.died
+
+    def repeating(self: Ledger) -> tuple[list[Request], list[Output]]:
+        requests, outputs = died(self)
+        return [msgspec.structs.replace(request, resume=request.resume[:-1]) for request in requests], outputs
+
+    monkeypatch.setattr(Ledger, "died", repeating)
+    found(config(death_rate=0.01), "it should be")
+
+
+def test_an_innocent_request_that_is_given_up_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "MOST_DEATHS", 1)
+    found(config(death_rate=0.02), "nothing has caused")
+
+
+def test_a_page_from_disk_that_is_not_checked_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trusting(self: Records, slot: int, key: bytes) -> np.ndarray | None:
+        try:
+            self.store.read(slot * self.stride, self._buffer)
+        except OSError:
+            return None
+        return self._page
+
+    monkeypatch.setattr(Records, "read", trusting)
+    found(config(**DISK | {"disk_fault_rate": 0.1}), "it should be", steps=4000)
+
+
+def test_a_key_on_disk_without_its_namespace_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = radix.root_key
+    monkeypatch.setattr(radix, "root_key", lambda engine, _: root(engine, Namespace()))
+    found(config(tenants=4, salts=2, stems=16, **DISK), "another namespace", steps=4000)
+
+
+# Questions of capacity
+
+MACHINE = Machine(
+    model="imagined",
+    pages=512,
+    context=2048,
+    max_sequences=16,
+    max_tokens=256,
+    cost=Cost(step=0.01, prefill_token=1e-4, prefill_pair=0.0, decode_row=1e-3, decode_pair=0.0),
+)
+
+
+def ask(**changes: Any) -> Capacity:
+    base = {"clients": 40, "replicas": 4, "prompt": 60, "output": 20, "requests": 2, "ramp": 0.5, "think": 0.1}
+    return Fleet(MACHINE, Question(**(base | changes))).run()
+
+
+def test_capacity_of_a_fleet() -> None:
+    """The same question has the same answer; a client alone waits for its own steps only; with more replicas the wait
+    is shorter; a gate that is shut refuses, and everybody is answered in the end."""
+    answer = ask()
+    assert answer == ask()
+    assert answer.requests == 80
+    alone = ask(clients=1, replicas=1, requests=1)
+    assert 0.010 < alone.ttft.p50 < 0.025
+    assert alone.itl.p50 == pytest.approx(0.011, rel=0.05)
+    crowded, roomy = ask(replicas=1), ask(replicas=20)
+    assert crowded.ttft.p99 > answer.ttft.p99 > roomy.ttft.p99
+    assert crowded.busy_share > answer.busy_share > roomy.busy_share
+    shut = ask(replicas=1, max_waiting=1)
+    assert shut.refused > 0
+    assert shut.requests == 80
+
+
+def test_a_router_that_knows_prefixes() -> None:
+    """Prompts that begin alike meet at one replica, and find each other's pages there."""
+    question = {"clients": 60, "replicas": 6, "shared": 50, "groups": 6}
+    least, prefix = ask(router="least", **question), ask(router="prefix", **question)
+    assert prefix.hit_share > least.hit_share
+    assert prefix.requests == least.requests == 120
+
+
+def test_the_capacity_command(tmp_path: Path) -> None:
+    file = tmp_path / "machine.json"
+    file.write_bytes(msgspec.json.encode(MACHINE))
+    run = ["bench", "capacity", "--clients", "4", "--replicas", "2", "--requests", "1", "--output", "4", "--json"]
+    result = CliRunner().invoke(cli.app, [*run, "--cost", str(file)])
+    assert result.exit_code == 0, result.output
+    assert msgspec.json.decode(result.stdout)["answer"]["requests"] == 4
+    file.write_text("{}")
+    result = CliRunner().invoke(cli.app, [*run, "--cost", str(file)])
+    assert isinstance(result.exception, TricornError)
+    assert "tricorn bench cost" in str(result.exception)
+
+
+def test_a_machine_is_measured(smollm2_engine: Path) -> None:
+    """The fitted cost is near what the steps took, and every part of it is plausible."""
+    machine = measure("smollm2-135m", EngineOptions(path=str(smollm2_engine), kv_bytes=64 << 20), batches=(1, 4))
+    cost = machine.cost
+    assert 1e-5 < cost.seconds(Work(decode_rows=1)) < 1
+    assert 1e-6 < cost.prefill_seconds(0, 100) / 100 < 0.1
+    assert machine.context > 100
+    assert machine.error < 0.6

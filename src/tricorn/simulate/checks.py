@@ -3,6 +3,8 @@
 - Pages: each is free, held or cached, the counts agree, nobody writes a page that another one reads, and the tree and
   the pool agree.
 - Order: the tokens of a request are those that its prompt says, in order, each once.
+- Survival: what an engine's death interrupts goes on where it stopped; only a request that three engines died with in
+  a row, without a token of it, is given up.
 - One ending: each accepted request ends once, for a reason that it can have.
 - Deadlines: none ends of its deadline before it; none says anything when it is past by more than three steps.
 - Isolation: a request finds nothing cached before somebody in its namespace has begun alike.
@@ -30,9 +32,6 @@ from tricorn.scheduler.scheduler import LEAST_CHUNK, RETRY_SECONDS
 from tricorn.simulate.config import EOS, Config
 from tricorn.simulate.executor import Answer
 
-MOST_DEATHS = 3
-"""A request that was there when the engine died so often is answered with an error."""
-
 
 class Violation(Exception):
     """An invariant does not hold: one line."""
@@ -41,15 +40,33 @@ class Violation(Exception):
 class Record:
     """A request that was accepted, and what has come of it."""
 
-    __slots__ = ("answer", "arrived", "began", "deaths", "finished_before", "given", "reason", "request", "steps")
+    __slots__ = (
+        "answer",
+        "arrived",
+        "began",
+        "deaths",
+        "finished_before",
+        "given",
+        "poison",
+        "reason",
+        "request",
+        "sent",
+        "steps",
+    )
 
-    def __init__(self, request: Request, arrived: float, context: int) -> None:
+    def __init__(self, request: Request, context: int, poison: bool) -> None:
         self.request = request
         self.answer = Answer(request, context, EOS)
-        self.arrived = arrived
+        self.poison = poison
+        """It kills the engine before it brings a token."""
+        self.sent = False
+        """An engine has it now."""
+        self.arrived = 0.0
+        """When it was sent to the engine that has it."""
         self.began = False
         self.given = 0
         self.deaths = 0
+        """Of engines that had it, since its last token."""
         self.reason: str | None = None
         self.steps = 0
         self.finished_before = 0
@@ -76,8 +93,9 @@ class Patience:
         """The largest share of its bound that a request has taken."""
 
     def accept(self, record: Record, now: float) -> None:
-        """From `now` on the record waits, anew when the engine has died."""
+        """From `now` on an engine has the request."""
         request = record.request
+        record.sent = True
         record.arrived = now
         record.finished_before = self._finished
         record.steps = -(-len(request.prompt) // self._chunk) + record.answer.limit + 2
@@ -85,6 +103,7 @@ class Patience:
         self._accepted.append(self._accepted[-1] + record.steps)
 
     def finish(self, record: Record) -> None:
+        """The request has ended, or its engine has."""
         self._finished += record.steps
 
     def check(self, record: Record, now: float) -> None:
@@ -194,6 +213,7 @@ def check_output(record: Record, output: Output) -> None:
         if token != expected:
             raise Violation(f"{request.id} says {token} as token {record.given}, it should be {expected}")
         record.given += 1
+        record.deaths = 0
     reason = output.finish_reason
     if reason in ("stop", "length", None) and reason != answer.reason:
         raise Violation(f"{request.id} ends with {reason} after {record.given} tokens, it should be {answer.reason}")

@@ -48,6 +48,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     longest_deadline: float
     failure_rate: float
     death_rate: float
+    poison_share: float
+    """Of requests that kill the engine before they bring a token."""
     disk_pages: int
     """What the tier below memory holds; 0: there is none."""
     disk_read_seconds: float
@@ -102,6 +104,7 @@ def draw(seed: int) -> Config:
         longest_deadline=step * random.choice([20, 200, 2000]),
         failure_rate=0.0 if plain else random.choice([0.0, 0.0, 0.003]),
         death_rate=0.0 if plain else random.choice([0.0, 0.0, 0.002]),
+        poison_share=0.0 if plain else random.choice([0.0, 0.0, 0.0, 0.01]),
         disk_pages=random.choice([0, 0, 32, 256]),
         disk_read_seconds=random.choice([0.0, token * 4, token * 40]),
         disk_fault_rate=random.choice([0.0, 0.02, 0.2]),

@@ -19,6 +19,11 @@ from tricorn.scheduler.limits import Limits
 from tricorn.scheduler.options import SchedulerOptions
 from tricorn.simulate.timing import seconds_of, work_of
 
+SHORT, LONG, OUTPUT = 24, 768, 24
+"""Tokens of what is run to measure."""
+MOST_LONG = 4
+"""Batch sizes of which long prompts are run too."""
+
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """One replica: an engine with `pages` pages of KV cache whose steps take what `cost` says, in seconds. `error` is
@@ -65,14 +70,11 @@ def measure(
     watch = _Stopwatch(executor)
     engine = Engine(watch, info.limits, SchedulerOptions(target_itl=0.0), overlap=False)
     random = np.random.default_rng(0)
-    longest = min(1024, info.context // 2)
-    for batch in batches:
-        if batch > info.max_sequences or batch * (longest + 40) > info.pages * info.page_size:
-            break
-        told(f"{batch} at once")
-        for prompt in (32, longest):
+    for batch, prompt in [(batch, SHORT) for batch in batches] + [(batch, LONG) for batch in batches[:MOST_LONG]]:
+        if batch <= info.max_sequences and prompt + OUTPUT <= info.context:
+            told(f"{batch} prompts of {prompt} tokens")
             for place in range(batch):
-                params = SamplingParams(max_tokens=min(24, info.context - prompt), temperature=0.0, ignore_eos=True)
+                params = SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
                 ids = random.integers(0, info.vocab, prompt).tolist()
                 engine.add(Request(id=f"{batch} {prompt} {place}", prompt=ids, params=params, seed=0))
             while not engine.idle:

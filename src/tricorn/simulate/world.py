@@ -12,6 +12,7 @@ import msgspec
 from tricorn.cache.disk import DiskTier
 from tricorn.engine.engine import Engine
 from tricorn.engine.gate import Gate, GateOptions, Refused, Ticket
+from tricorn.engine.ledger import MOST_DEATHS, Ledger
 from tricorn.request import Namespace, Output, Request, SamplingParams, Service, TricornError
 from tricorn.runtime.step import I32, Step
 from tricorn.simulate.checks import (
@@ -94,6 +95,7 @@ class World:
             self.clock,
         )
         self._store = FaultyStore(Random(f"disk {config.seed}"), config.disk_fault_rate, config.disk_read_seconds)
+        self._ledger = Ledger()
         self._live: dict[str, tuple[Record, Ticket]] = {}
         self._patience = Patience(config)
         self._fairness = Fairness(config)
@@ -124,6 +126,8 @@ class World:
                     self._turn()
             check_empty(self.engine)
             self._count()
+            if len(self._ledger):
+                raise Violation("the ledger still has requests although every one has ended")
             if self._gate.sequences or self._gate.waiting_tokens:
                 raise Violation("the gate still counts requests although every one has ended")
         except Violation as error:
@@ -207,12 +211,17 @@ class World:
             self._refused += 1
             ticket.__exit__()
             return
-        record = Record(request, self.clock.now, self.config.limits.context)
-        self._live[request.id] = record, ticket
-        self._patience.accept(record, self.clock.now)
+        poison = self._random.random() < self.config.poison_share
+        self._live[request.id] = Record(request, self.config.limits.context, poison), ticket
         self._isolation.accept(request)
         self._say(f"add {request.id} prompt {len(request.prompt)} max {request.params.max_tokens} {request.service}")
-        self.engine.add(request)
+        self._ledger.open(request)
+        self._send(self._ledger.due())
+
+    def _send(self, requests: list[Request]) -> None:
+        for request in requests:
+            self._patience.accept(self._live[request.id][0], self.clock.now)
+            self.engine.add(request)
 
     def _request(self) -> Request:
         random, config = self._random, self.config
@@ -257,9 +266,36 @@ class World:
         if config.abort_share and self._live and random.random() < config.abort_share / 10:
             id = random.choice(list(self._live))
             self._say(f"abort {id}")
-            self._hear(self.engine.abort(id))
+            output = self._ledger.abort(id)
+            if output is None:
+                self._hear(self.engine.abort(id))
+            else:
+                self._told_client(output)
         if config.failure_rate and random.random() < config.failure_rate:
             self.executor.fail_at = {self.executor.steps + random.randint(1, 3)}
+        poisoned = config.poison_share and any(record.poison and record.sent for record, _ in self._live.values())
+        if (poisoned and random.random() < 0.3) or random.random() < config.death_rate:
+            self._die()
+
+    def _die(self) -> None:
+        """The engine dies, perhaps in the middle of a step; another one takes its place."""
+        if self._random.random() < 0.5:
+            self.engine.step()  # nobody hears of it
+            self._check_executor()
+        self._deaths += 1
+        self._count()
+        self._say("the engine dies")
+        for record, _ in self._live.values():
+            if record.sent:
+                record.sent = False
+                record.deaths += 1
+                self._patience.finish(record)
+        requests, ended = self._ledger.died()
+        for output in ended:
+            self._told_client(output)
+        self.clock.until(self.clock.now + RESTART_SECONDS)
+        self._start()
+        self._send(requests)
 
     # What is said
 
@@ -273,10 +309,12 @@ class World:
         self.steps += 1
         if self.clock.now == before:
             self.clock.until(before + TICK)
-        if self.executor.problem:
-            raise self.executor.problem
+        self._check_executor()
         self._failed = any(step in self.executor.fail_at for step in range(failures + 1, self.executor.steps + 1))
         self._hear(outputs)
+        self._send(self._ledger.due())
+        if self._live and self.engine.idle and not any(record.sent for record, _ in self._live.values()):
+            raise Violation(f"{len(self._live)} requests are kept from an idle engine")
         check_pages(self.engine)
         if self.config.options.admission == "guaranteed" and self.engine.scheduler.counts["preemptions"]:
             raise Violation("a sequence was preempted although admission is guaranteed")
@@ -286,45 +324,71 @@ class World:
             self.engine.scheduler.check()
         if self.steps % PATIENCE_CHECK == 0:
             for record, _ in self._live.values():
-                self._patience.check(record, self.clock.now)
-                self._check_deadline(record)
+                if record.sent:
+                    self._patience.check(record, self.clock.now)
+                    self._check_deadline(record)
+
+    def _check_executor(self) -> None:
+        if self.executor.problem:
+            raise self.executor.problem
 
     def _hear(self, outputs: list[Output]) -> None:
-        now = self.clock.now
+        """What the engine says; the ledger passes it on."""
         for output in outputs:
-            if output.id not in self._live:
+            if output.id not in self._live or not self._live[output.id][0].sent:
                 raise Violation(f"{output.id} says something after its end, or was never asked for")
-            record, ticket = self._live[output.id]
-            request, reason = record.request, output.finish_reason
-            self._say(f"{output.id} {output.token_ids} {reason} {output.cached_tokens}")
-            first = not record.began
-            check_output(record, output)
-            if reason == "timeout":
-                deadline = request.service.deadline
-                if deadline is None or now < deadline:
-                    raise Violation(f"{request.id} ended with timeout before its deadline")
-            else:
-                self._check_deadline(record)
-            if reason == "error" and not (self._failed and "told to fail" in (output.error or "")):
-                raise Violation(f"{request.id} ended with an error that nothing has caused: {output.error}")
-            if first:
-                ticket.begin()
-                self._isolation.check(request, output.cached_tokens)
-                self._hits += output.cached_tokens
-                self._queried += len(request.prompt)
-                if output.token_ids:
-                    self._fairness.done(request.service.namespace.tenant, len(request.prompt) - output.cached_tokens)
-            self._fairness.done(request.service.namespace.tenant, len(output.token_ids))
-            if reason is not None:
-                self._patience.check(record, now)
-                self._patience.finish(record)
-                self._endings[reason] += 1
-                ticket.__exit__()
-                del self._live[output.id]
+            for passed in self._ledger.note([output]):
+                self._told_client(passed)
+
+    def _told_client(self, output: Output) -> None:
+        """One output, and everything that must hold of it."""
+        if output.id not in self._live:
+            raise Violation(f"{output.id} says something after its end")
+        record, ticket = self._live[output.id]
+        request, reason, tenant = record.request, output.finish_reason, record.request.service.namespace.tenant
+        self._say(f"{output.id} {output.token_ids} {reason} {output.cached_tokens}")
+        first, deaths = not record.began, record.deaths
+        check_output(record, output)
+        if reason == "error":
+            self._check_error(record, output, deaths)
+        if reason == "timeout":
+            if request.service.deadline is None or self.clock.now < request.service.deadline:
+                raise Violation(f"{request.id} ended with timeout before its deadline")
+        elif record.sent:
+            self._check_deadline(record)
+        if first:
+            ticket.begin()
+            self._isolation.check(request, output.cached_tokens)
+            self._hits += output.cached_tokens
+            self._queried += len(request.prompt)
+            if output.token_ids:
+                self._fairness.done(tenant, len(request.prompt) - output.cached_tokens)
+        self._fairness.done(tenant, len(output.token_ids))
+        if reason is not None:
+            self._end(record, ticket, reason)
+
+    def _end(self, record: Record, ticket: Ticket, reason: str) -> None:
+        if record.sent:
+            self._patience.check(record, self.clock.now)
+            self._patience.finish(record)
+        self._endings[reason] += 1
+        ticket.__exit__()
+        del self._live[record.request.id]
+
+    def _check_error(self, record: Record, output: Output, deaths: int) -> None:
+        """Only a failed step and the engine's deaths may cost a request its answer."""
+        if record.sent and self._failed and "told to fail" in (output.error or ""):
+            return
+        if not record.sent and deaths >= MOST_DEATHS:
+            return
+        raise Violation(f"{record.request.id} ended with an error that nothing has caused: {output.error}")
 
     def _check_deadline(self, record: Record) -> None:
         deadline = record.request.service.deadline
-        if deadline is not None and self.clock.now > deadline + 3 * self._patience.longest_step:
+        if deadline is None:
+            return
+        heard = max(deadline, record.arrived)  # while no engine had it, none could tell
+        if self.clock.now > heard + 3 * self._patience.longest_step:
             raise Violation(f"{record.request.id} lives on {self.clock.now - deadline:.3f} s after its deadline")
 
     def _say(self, line: str) -> None:
