@@ -22,10 +22,12 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from fake_executor import VOCAB, FakeExecutor
 from test_frontend_text import CHATML
 from test_server_api import BPE, CHAT, HI, ScriptedEngine, client_of, drive, events, info, post, refused, strict
+from tricorn import cli
 from tricorn.engine.client import InProcessClient
 from tricorn.engine.gate import Gate, GateOptions, Refused, Ticket
 from tricorn.engine.messages import EngineInfo, EngineStats
@@ -497,6 +499,13 @@ def test_admin_keys_come_from_files(tmp_path: Path) -> None:
     for text in (f"@{file}", "@/nowhere", "two words", "é"):
         with pytest.raises(TricornError, match="admin key"):
             read_key(text)
+
+
+def test_a_key_that_cannot_be_read_ends_the_start() -> None:
+    for arguments, environment in ((["--admin-key", "@/nowhere"], {}), ([], {"TRICORN_ADMIN_KEY": "@/nowhere"})):
+        result = CliRunner().invoke(cli.app, ["serve", "no-such-model", *arguments], env=environment)
+        assert isinstance(result.exception, TricornError)
+        assert "the admin key cannot be read from /nowhere" in str(result.exception)
 
 
 def test_live_requests_are_shown() -> None:

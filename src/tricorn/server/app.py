@@ -42,7 +42,6 @@ from tricorn.server.tracing import Tracing
 CONTEXTS = 16
 """Prompt tokens that may wait, in contexts of the model, unless an option says how many."""
 
-
 STATE_SECONDS = 2.0
 """How long the engine may take to tell its state; it does between two steps."""
 
