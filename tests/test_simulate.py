@@ -350,7 +350,8 @@ def test_a_page_from_disk_that_is_not_checked_is_found(monkeypatch: pytest.Monke
         return self._page
 
     monkeypatch.setattr(Records, "read", trusting)
-    found(config(**DISK | {"disk_fault_rate": 0.1}), "it should be", steps=4000)
+    small = {"pages": 16, "stems": 1, "tenants": 4, "longest_output": 8, "disk_fault_rate": 0.05}
+    found(config(**DISK | small), "it should be", steps=10_000)
 
 
 def test_a_key_on_disk_without_its_namespace_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,9 @@ from tricorn.simulate.clock import VirtualClock
 
 
 class FaultyStore:
-    """Keeps what is written, beyond the death of an engine. Each call fails with probability `rate`. `clock` is that of
-    the tier's thread: a read takes `read_seconds` of it."""
+    """Keeps what is written, beyond the death of an engine. Reads fail with probability `rate`, as often bits flip, as
+    often writes are torn; a twentieth as often the disk is full. `clock` is that of the tier's thread: a read takes
+    `read_seconds` of it."""
 
     def __init__(self, random: Random, rate: float, read_seconds: float) -> None:
         self.clock = VirtualClock()
@@ -36,7 +37,7 @@ class FaultyStore:
         return len(there)
 
     def write(self, offset: int, data: U8) -> None:
-        if self._fails() and self._fails(0.2):
+        if self._fails(0.05):
             raise OSError("the simulated disk is full")
         end = offset + len(data)
         if end > len(self._bytes):
@@ -51,7 +52,7 @@ class FaultyStore:
     def close(self) -> None:
         pass
 
-    def _fails(self, rate: float | None = None) -> bool:
-        failed = self._rate > 0 and self._random.random() < (self._rate if rate is None else rate)
+    def _fails(self, share: float = 1.0) -> bool:
+        failed = self._rate > 0 and self._random.random() < share * self._rate
         self.faults += failed
         return failed
