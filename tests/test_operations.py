@@ -442,6 +442,33 @@ def test_counters_and_histograms_agree(one_slot: InProcessClient) -> None:  # A-
     asyncio.run(work())
 
 
+def test_dashboards_find_what_they_ask_for() -> None:
+    """The series of the usual dashboards are all there, and no label takes a client's words."""
+    asked = [
+        *[f"vllm:{name}_bucket" for name in ("e2e_request_latency_seconds", "time_to_first_token_seconds")],
+        *[f"vllm:{name}_bucket" for name in ("inter_token_latency_seconds", "request_time_per_output_token_seconds")],
+        *[f"vllm:request_{tokens}_tokens_bucket" for tokens in ("prompt", "generation")],
+        *[f"vllm:request_{phase}_time_seconds_sum" for phase in ("queue", "prefill", "decode", "inference")],
+        *[f"vllm:{name}_total" for name in ("prompt_tokens", "generation_tokens", "request_success")],
+        *[f"vllm:prefix_cache_{what}_total" for what in ("hits", "queries")],
+        *["vllm:request_max_num_generation_tokens_sum", "vllm:num_preemptions_total", "vllm:kv_cache_usage_perc"],
+        *[f"vllm:num_requests_{state}" for state in ("running", "waiting")],
+    ]
+
+    async def work(http: httpx.AsyncClient) -> str:
+        word = "word-of-a-client"
+        headers = {"x-request-id": word, "x-tenant": word, "user-agent": word, "traceparent": word}
+        for more in ({}, {"model": word}, {word: 1}, {"stop": word}, {"cache_salt": word}, {"temperature": word}):
+            await http.post(PLAIN, json={"prompt": word, "user": word, "max_tokens": 2, **more}, headers=headers)
+        await http.get(f"/{word}", headers=headers)
+        text = (await http.get("/metrics", headers=headers)).text
+        assert word not in text
+        return text
+
+    series = {re.split(r"[{ ]", line)[0] for line in drive(work, ScriptedEngine([5] * 9)).splitlines()}
+    assert set(asked) <= series
+
+
 def test_phases_of_answers_that_a_stop_string_ended(one_slot: InProcessClient) -> None:
     """The engine never says how these ended; what it said with their first token counts."""
 

@@ -140,6 +140,7 @@ def talk(server: Server, *parts: bytes, pause: float = 0.0, close_writing: bool 
 def status(answer: bytes) -> int:
     head, _, body = answer.partition(b"\r\n\r\n")
     assert b"application/json" in head, answer[:300]
+    assert b"\r\nx-request-id: req-" in head
     assert json.loads(body)["error"]["message"]
     return int(head.split()[1])
 
