@@ -31,7 +31,9 @@ DEATH = "die"
 
 def main() -> None:
     """The server process: 20 ms for a token; the prompt "die" kills the engine in its stream. A second argument says
-    how loading goes, "slow", or "failed" after a while, or that each request is "logged"."""
+    what else is so: loading is "slow", or has "failed" after a while, requests are "logged", or the engine takes long
+    to end since it is "saving".
+    """
     engine = ScriptedEngine(delay=0.02)
 
     def say(request: Request) -> list[int]:
@@ -42,6 +44,8 @@ def main() -> None:
     engine.say = say
     frontend = Frontend(BPE, ChatTemplate(CHATML, BPE), engine)
     how = sys.argv[2] if len(sys.argv) > 2 else ""
+    if how == "saving":
+        engine.close = lambda: time.sleep(20)  # type: ignore[method-assign]
     level = "info" if how == "logged" else "warning"
     options = ServerOptions(name="m", port=0, drain_seconds=3, log_level=level, log_format="json")
     try:
@@ -367,6 +371,21 @@ def test_a_signal_while_it_loads_ends_it() -> None:  # A-094
     assert time.monotonic() - started < 0.9
     assert (output, errors) == ("", "")
     socket.create_server(("127.0.0.1", server.port)).close()
+
+
+def test_a_second_signal_does_not_wait_for_the_engine() -> None:  # A-094
+    server = start(free_port(), "saving")
+    until_it_listens(server)
+    while httpx.get(server.url + "/ready").status_code != 200:
+        time.sleep(0.02)
+    server.process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    assert server.process.poll() is None
+    server.process.send_signal(signal.SIGTERM)
+    started = time.monotonic()
+    server.process.communicate(timeout=5)
+    assert server.process.returncode == 0
+    assert time.monotonic() - started < 2
 
 
 def test_requests_are_told_on_standard_error() -> None:

@@ -22,7 +22,7 @@ import uvloop
 from tricorn.compiler.engine_file import EngineFile
 from tricorn.engine.client import ProcessClient
 from tricorn.engine.options import EngineOptions
-from tricorn.frontend.generate import Frontend, load_text
+from tricorn.frontend.generate import EngineClient, Frontend, load_text
 from tricorn.request import TricornError
 from tricorn.server.app import Api, ServerOptions, create_app
 from tricorn.server.loading import Door
@@ -38,6 +38,12 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 WATCH_SECONDS = 0.1
 """How often the server looks whether the engine still lives."""
+
+CLOSE_POLL_SECONDS = 0.05
+"""How often it looks whether the engine has ended."""
+
+ABORT_SECONDS = 1.0
+"""How long the engine may take to end after a second signal."""
 
 DRAIN_POLL_SECONDS = 0.02
 """How often it looks whether the last requests have ended."""
@@ -201,7 +207,18 @@ class Serving:
             return 0
         finally:
             frontend.close()
-            await asyncio.to_thread(frontend.client.close)
+            await self._close(frontend.client)
+
+    async def _close(self, client: EngineClient) -> None:
+        """Ends the engine, which may take its time to save what it has cached. After a second signal it does not: this
+        process ends, and the engine with it.
+        """
+        closing = _in_thread(client.close)
+        while not closing.done() and self._signals < 2:
+            await asyncio.wait((closing,), timeout=CLOSE_POLL_SECONDS)
+        await asyncio.wait((closing,), timeout=ABORT_SECONDS)
+        if closing.done():
+            closing.result()
 
     async def _drain(self, api: Api) -> None:
         """Waits for the generations under way, then ends what is left."""
