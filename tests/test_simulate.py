@@ -317,22 +317,23 @@ def test_a_deadline_that_comes_early_is_found(monkeypatch: pytest.MonkeyPatch) -
 def test_a_request_lost_in_a_death_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     died = Ledger.died
 
-    def forgetful(self: Ledger) -> tuple[list[Request], list[Output]]:
-        requests, outputs = died(self)
-        return requests[1:], outputs
+    def forgetful(self: Ledger) -> list[Output]:
+        outputs = died(self)
+        for id in list(self._unsent)[:1]:
+            del self._unsent[id]
+        return outputs
 
     monkeypatch.setattr(Ledger, "died", forgetful)
     found(config(death_rate=0.01), "", steps=20_000)
 
 
 def test_tokens_sent_again_after_a_death_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    died = Ledger.died
+    due = Ledger.due
 
-    def repeating(self: Ledger) -> tuple[list[Request], list[Output]]:
-        requests, outputs = died(self)
-        return [msgspec.structs.replace(request, resume=request.resume[:-1]) for request in requests], outputs
+    def repeating(self: Ledger) -> list[Request]:
+        return [msgspec.structs.replace(request, resume=request.resume[:-1]) for request in due(self)]
 
-    monkeypatch.setattr(Ledger, "died", repeating)
+    monkeypatch.setattr(Ledger, "due", repeating)
     found(config(death_rate=0.01), "it should be")
 
 

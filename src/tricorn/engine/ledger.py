@@ -88,9 +88,9 @@ class Ledger:
         del self._live[id], self._unsent[id]
         return _as_first(entry, Output(id=id, token_ids=[], finish_reason="abort"))
 
-    def died(self) -> tuple[list[Request], list[Output]]:
-        """The engine is no more: what is to be sent to the next one at its start, and the outputs of requests that end
-        here. Requests that this engine was never sent are not concerned."""
+    def died(self) -> list[Output]:
+        """The engine is no more: the outputs of requests that end here. The others are due again, with the ids that
+        were sent for them; those that this engine was never sent are not concerned."""
         ended: list[Output] = []
         for id, entry in list(self._live.items()):
             if id in self._unproven:
@@ -107,7 +107,7 @@ class Ledger:
         self._unsent = dict(self._live)
         self._unproven.clear()
         self._trial = None
-        return self.due(), ended
+        return ended
 
     def _send(self, entry: _Entry) -> Request:
         request = entry.request

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -76,6 +76,53 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     step_seconds: dict[str, float] = {}
     host_seconds: dict[str, float] = {}
     disk: TierStats | None = None
+
+
+_GAUGES = set(EngineStats.__struct_fields__[: EngineStats.__struct_fields__.index("finished")])
+_DISK_GAUGES = {"pages", "pages_most", "writing"}
+
+
+def carry(past: EngineStats, stats: EngineStats) -> EngineStats:
+    """The stats of an engine whose counters go on from those of the engines before it. Gauges are its own."""
+    counted = {
+        name: _sum(getattr(past, name), getattr(stats, name))
+        for name in EngineStats.__struct_fields__
+        if name not in _GAUGES and name != "disk"
+    }
+    return msgspec.structs.replace(stats, **counted, disk=_carry_disk(past.disk, stats.disk))
+
+
+def _carry_disk(past: TierStats | None, disk: TierStats | None) -> TierStats | None:
+    if past is None:
+        return disk
+    disk = disk or TierStats()
+    names = set(TierStats.__struct_fields__) - _DISK_GAUGES
+    return msgspec.structs.replace(disk, **{name: getattr(past, name) + getattr(disk, name) for name in names})
+
+
+def _sum(a: Any, b: Any) -> Any:
+    """Of two numbers, or of two dicts of numbers key by key."""
+    return {key: a.get(key, 0) + b.get(key, 0) for key in {**a, **b}} if isinstance(a, dict) else a + b
+
+
+DeathReason = Literal["signal", "memory", "hung", "silent", "failed", "exit"]
+"""Killed; memory exhausted; a step that took too long; no sign of life; an error in the engine; anything else."""
+
+
+class Survival(msgspec.Struct, frozen=True, kw_only=True):
+    """What a supervised engine has gone through: its deaths, starts after the first, requests that went on in another
+    engine, requests given up for three deaths, and the longest time in seconds from the last word of one engine to the
+    readiness of the next, while requests were live."""
+
+    deaths: dict[DeathReason, int] = {}
+    restarts: int = 0
+    resumed_requests: int = 0
+    dropped_requests: int = 0
+    longest_pause: float = 0.0
+
+
+Status = Literal["starting", "ready", "restarting", "dead"]
+"""Of an engine, as its client sees it."""
 
 
 class Inspect(msgspec.Struct, frozen=True, tag="inspect"):

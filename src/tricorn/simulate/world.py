@@ -290,12 +290,11 @@ class World:
                 record.sent = False
                 record.deaths += 1
                 self._patience.finish(record)
-        requests, ended = self._ledger.died()
-        for output in ended:
+        for output in self._ledger.died():
             self._told_client(output)
         self.clock.until(self.clock.now + RESTART_SECONDS)
         self._start()
-        self._send(requests)
+        self._send(self._ledger.due())
 
     # What is said
 
