@@ -250,23 +250,6 @@ def test_a_process_ignores_ctrl_c(shared_client: ProcessClient) -> None:
     assert said[-1].finish_reason == "length"
 
 
-def test_a_killed_process_is_noticed(own_client: ProcessClient) -> None:
-    """A-093: live requests get an error at once, not a hang, and new ones are refused."""
-
-    async def main() -> None:
-        stream = own_client.submit(request("r", [5], max_tokens=400, ignore_eos=True))
-        await anext(stream)
-        os.kill(own_client.pid, signal.SIGKILL)
-        last = [output async for output in stream][-1]
-        assert (last.finish_reason, last.error) == ("error", "the engine process ended by signal 9")
-        assert not own_client.alive
-        with pytest.raises(TricornError, match="ended by signal 9"):
-            own_client.submit(request("s", [5]))
-        own_client.abort("r")
-
-    asyncio.run(asyncio.wait_for(main(), 10))
-
-
 def test_closing_ends_the_process(folder: Path) -> None:
     client = ProcessClient(options_for(folder))
     began = time.monotonic()

@@ -1,44 +1,49 @@
-"""Two ways to an engine with one interface: in a thread of this process, and in a process of its own.
-
-The engine process is a child joined by two ZeroMQ sockets in a private folder, one for each direction, with messages in
-MessagePack. Two pipes tell each side of the other's death: the child's standard input, on which nothing is ever
-written, and its standard output, on which a thread of the child beats time: a child that has stopped is as good as
-dead.
-"""
+"""Two ways to an engine with one interface: in a thread of this process, and in a process of its own, which is
+supervised: when it dies another takes its place, and every live request goes on where it was."""
 
 from __future__ import annotations
 
-import os
+import logging
 import queue
-import shutil
-import subprocess
-import sys
-import tempfile
 import threading
+import time
+from collections import Counter
 from collections.abc import AsyncGenerator
-from contextlib import suppress
-from pathlib import Path
+from typing import Any
 
 import msgspec
-import zmq
 
 from tricorn.engine.factory import engine_of, open_executor
+from tricorn.engine.ledger import Ledger
 from tricorn.engine.loop import run
-from tricorn.engine.messages import Close, EngineInfo, EngineStats, Failed, FromEngine, Outputs, ToEngine
+from tricorn.engine.messages import (
+    Close,
+    DeathReason,
+    EngineInfo,
+    EngineState,
+    EngineStats,
+    FromEngine,
+    Inspect,
+    Outputs,
+    Status,
+    Survival,
+    ToEngine,
+    carry,
+)
 from tricorn.engine.options import EngineOptions
-from tricorn.engine.streams import Streams
+from tricorn.engine.process import Dead, EngineProcess
+from tricorn.engine.streams import Questions, Streams
 from tricorn.request import Abort, Output, Request, TricornError
 from tricorn.runtime.step import Executor
 from tricorn.scheduler.limits import check_request
 
-BEAT_SECONDS = 0.5
-"""How often an engine process shows that it lives."""
+BACKOFF_SECONDS = (0.1, 0.5, 2.0)
+"""Before the first, second and third engine in a row that brings nothing about; after the third it is over."""
 
-SILENT_SECONDS = 4
-"""After so many seconds, one by one, without a sign of life an engine process counts as dead."""
+STEADY_SECONDS = 10.0
+"""An engine that dies after so long was not bound to die at once."""
 
-CLOSE_SECONDS = 2.0
-"""How long an engine process may take to go once its standard input has ended."""
+log = logging.getLogger("tricorn.engine")
 
 
 class InProcessClient:
@@ -50,13 +55,18 @@ class InProcessClient:
         self._engine = engine_of(executor, self.info, options)
         self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self._streams = Streams(self.abort)
+        self._questions = Questions()
         self._stats = EngineStats()
         self._thread = threading.Thread(target=self._run, name="tricorn-engine", daemon=True)
         self._thread.start()
 
     @property
+    def status(self) -> Status:
+        return "ready" if self._streams.failure is None else "dead"
+
+    @property
     def alive(self) -> bool:
-        return self._streams.failure is None
+        return self.status != "dead"
 
     def submit(self, request: Request) -> AsyncGenerator[Output, None]:
         """Runs a request; its last output has a finish reason. To be called in a running event loop. Closing the
@@ -74,6 +84,10 @@ class InProcessClient:
     async def stats(self) -> EngineStats:
         """The latest snapshot, at most some 100 ms old while the engine is busy."""
         return self._stats
+
+    async def state(self) -> dict[str, Any]:
+        """What is going on, for people: see Engine.state. Raises TricornError when the engine does not say."""
+        return await self._questions.ask(lambda: self._inbox.put(Inspect()))
 
     def close(self) -> None:
         """Stops the engine; open requests end with an error."""
@@ -94,6 +108,8 @@ class InProcessClient:
             self._streams.deliver(message.outputs)
         elif isinstance(message, EngineStats):
             self._stats = message
+        elif isinstance(message, EngineState):
+            self._questions.answer(message.state)
 
     def _run(self) -> None:
         try:
@@ -105,146 +121,183 @@ class InProcessClient:
 
 
 class ProcessClient:
-    """An engine in a process of its own. Raises TricornError when it cannot start. Safe to use from one event loop at a
-    time."""
+    """An engine in a process of its own, started anew when it dies: streams pause, then go on. When no new engine comes
+    to anything, all streams end with an error. Raises TricornError when the first cannot start. Safe to use from one
+    event loop at a time."""
 
     def __init__(self, options: EngineOptions) -> None:
+        self.status: Status = "starting"
+        self._options = options
         self._streams = Streams(self.abort)
-        self._stats = EngineStats()
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(FromEngine)
-        self._sending = threading.Lock()
-        self._folder = private_folder()
-        self._zmq = zmq.Context()
-        self._requests = self._bind(zmq.PUSH, "requests")
-        self._outputs = self._bind(zmq.PULL, "outputs")
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tricorn.engine", str(self._folder), msgspec.json.encode(options).decode()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-        )
-        self._reader = threading.Thread(target=self._read, name="tricorn-engine-reader", daemon=True)
+        self._questions = Questions()
+        self._lock = threading.Lock()  # guards the ledger, and the status, by which it is decided what is sent
+        self._ledger = Ledger()
+        self._past = self._stats = EngineStats()
+        self._deaths: Counter[DeathReason] = Counter()
+        self._restarts = 0
+        self._longest_pause = 0.0
+        self._paused_since: float | None = None
+        self._closing = threading.Event()
+        self._engine = EngineProcess(options)
         try:
-            self.info = self._wait_ready()
+            self.info = self._engine.wait_ready()
         except BaseException:
-            self._stop()
+            self._engine.bury()
             raise
-        self._reader.start()
+        self.status = "ready"
+        self._thread = threading.Thread(target=self._supervise, name="tricorn-supervisor", daemon=True)
+        self._thread.start()
 
     @property
     def alive(self) -> bool:
-        return self._streams.failure is None
+        return self.status != "dead"
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        """Of the engine process that lives now, or died last."""
+        return self._engine.pid
+
+    @property
+    def survival(self) -> Survival:
+        return Survival(
+            deaths=dict(self._deaths),
+            restarts=self._restarts,
+            resumed_requests=self._ledger.resumed,
+            dropped_requests=self._ledger.dropped,
+            longest_pause=self._longest_pause,
+        )
 
     def submit(self, request: Request) -> AsyncGenerator[Output, None]:
-        """Runs a request; its last output has a finish reason. To be called in a running event loop. Closing the
-        generator early aborts the request. Raises TricornError at once when it can never be served or the engine is
-        gone."""
+        """Runs a request; its last output has a finish reason. While the engine is being restarted it waits. To be
+        called in a running event loop. Closing the generator early aborts the request. Raises TricornError at once when
+        it can never be served or the engine is gone for good."""
         check_request(request, self.info.limits)
-        message = self._encoder.encode(request)
+        msgspec.msgpack.encode((request.params, request.service))  # what cannot be sent must not be in the ledger
         stream = self._streams.open(request.id)
-        self._send(message)
+        with self._lock:
+            self._ledger.open(request)
+            self._send_due()
         return stream
 
     def abort(self, id: str) -> None:
         """Ends a request, whose last output says so; unknown ids are ignored."""
-        self._send(self._encoder.encode(Abort(id)))
+        with self._lock:
+            output = self._ledger.abort(id)
+            if output is None and self.status == "ready":
+                self._engine.send(Abort(id))
+            self._send_due()
+        if output is not None:
+            self._streams.deliver([output])
 
     async def stats(self) -> EngineStats:
-        """The latest snapshot, at most some 100 ms old while the engine is busy."""
+        """The latest snapshot, at most some 100 ms old while the engine is busy. Counters go on over deaths."""
         return self._stats
+
+    async def state(self) -> dict[str, Any]:
+        """What is going on, for people: see Engine.state. Raises TricornError when the engine does not say."""
+        if self.status != "ready":
+            raise TricornError(f"the engine is {self.status}: ask again later")
+        return await self._questions.ask(lambda: self._engine.send(Inspect()))
 
     def close(self) -> None:
         """Stops the engine at once; open requests end with an error."""
-        self._streams.fail("the engine was closed")
-        self._stop()
+        self._closing.set()
+        self._end("the engine was closed")
+        self._engine.stop()
+        self._thread.join()
 
-    def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
-        socket = self._zmq.socket(kind)
-        socket.set_hwm(0)
-        socket.linger = 0
-        socket.bind(endpoint(self._folder, name))
-        return socket
+    def _send_due(self) -> None:
+        """Under the lock."""
+        if self.status == "ready":
+            for request in self._ledger.due():
+                self._engine.send(request)
 
-    def _send(self, message: bytes) -> None:
-        with self._sending, suppress(zmq.Again):  # nobody is at the other end: the reader is about to notice
-            if not self._requests.closed:
-                self._requests.send(message, zmq.DONTWAIT)
+    def _end(self, message: str) -> None:
+        with self._lock:
+            self.status = "dead"
+        self._streams.fail(message)
 
-    def _wait_ready(self) -> EngineInfo:
-        while True:
-            for message in self._receive()[0]:
-                if isinstance(message, EngineInfo):
-                    self._requests.poll(flags=zmq.POLLOUT)  # the other socket may still be joining
-                    return message
-                if isinstance(message, Failed):
-                    raise TricornError(message.message)
+    # The supervising thread
 
-    def _read(self) -> None:
-        silent = 0  # counted in polls, so that this process may be stopped, or the machine sleep, for any time
+    def _supervise(self) -> None:
+        """One engine after the other, until it is closed or another makes no sense."""
+        fruitless = 0  # engines in a row that brought nothing about
         try:
-            while silent < SILENT_SECONDS:
-                messages, heard = self._receive()
-                silent = 0 if heard else silent + 1
-                for message in messages:
-                    if isinstance(message, Outputs):
-                        self._streams.deliver(message.outputs)
-                    elif isinstance(message, EngineStats):
-                        self._stats = message
-                    elif isinstance(message, Failed):
-                        self._streams.fail(message.message)
-            raise TricornError(f"the engine process has shown no life for {SILENT_SECONDS} s")
-        except Exception as error:
-            if self.alive:
-                self._streams.fail(str(error))
-            self._stats = EngineStats(pages_total=self.info.pages)
+            while True:
+                death, useful = self._follow()
+                fruitless = 0 if useful else fruitless + 1
+                if self._closing.is_set():
+                    return
+                if fruitless == len(BACKOFF_SECONDS):
+                    self._end(f"{fruitless} engines in a row died before they finished a step; the last one: {death}")
+                    return
+                if self._closing.wait(BACKOFF_SECONDS[fruitless]):
+                    return
+                self._engine = EngineProcess(self._options)
+                if self._closing.is_set():  # before it could be told
+                    self._engine.bury()
+                    return
+        except BaseException as error:
+            self._end(f"the engine's supervisor failed: {type(error).__name__}: {error}")
+            raise
 
-    def _receive(self) -> tuple[list[FromEngine], bool]:
-        """Waits up to a second for messages; also tells whether there was any sign of life. Raises TricornError when
-        the engine process has ended and there are none left."""
-        pipe = self._process.stdout
-        assert pipe is not None
-        poller = zmq.Poller()
-        poller.register(self._outputs, zmq.POLLIN)
-        poller.register(pipe, zmq.POLLIN)
-        ready = dict(poller.poll(1000))
-        messages: list[FromEngine] = []
-        while self._outputs.poll(0):
-            messages.append(self._decoder.decode(self._outputs.recv()))
-        if not messages and pipe.fileno() in ready and not os.read(pipe.fileno(), 4096):
-            raise TricornError(f"the engine process ended {_how(self._process.wait())}")
-        return messages, bool(ready)
-
-    def _stop(self) -> None:
-        pipe = self._process.stdin
-        assert pipe is not None
+    def _follow(self) -> tuple[Dead, bool]:
+        """Sees one engine through to its death. Also tells whether it was of use: it finished a step, or lived long, or
+        died of a request that is ended now."""
+        worked, began = False, None
         try:
-            pipe.close()
-            self._process.wait(CLOSE_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if self._reader.ident is not None:
-            self._reader.join()
-        with self._sending:
-            self._requests.close()
-        self._outputs.close()
-        self._zmq.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+            if self.status != "ready":
+                self._engine.wait_ready()
+                self._resume()
+            began = time.monotonic()
+            while True:
+                worked = self._hear(self._engine.receive()) or worked
+        except Dead as error:
+            death = error
+        worked = self._hear(self._engine.bury()) or worked
+        steady = began is not None and time.monotonic() - began > STEADY_SECONDS
+        return death, self._mourn(death) or worked or steady
 
+    def _hear(self, messages: list[FromEngine]) -> bool:
+        """Passes on what an engine says; tells whether a step brought it."""
+        worked = False
+        for message in messages:
+            if isinstance(message, Outputs):
+                worked = worked or any(output.token_ids for output in message.outputs)
+                with self._lock:
+                    outputs = self._ledger.note(message.outputs)
+                    self._send_due()
+                self._streams.deliver(outputs)
+            elif isinstance(message, EngineStats):
+                self._stats = carry(self._past, message)
+            elif isinstance(message, EngineState):
+                self._questions.answer(message.state)
+        return worked
 
-def private_folder() -> Path:
-    """A new folder that only this user can enter, with a path short enough for a socket (some 100 bytes)."""
-    folder = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="tricorn-", dir=folder if len(folder.encode()) < 70 else "/tmp"))
+    def _mourn(self, death: Dead) -> bool:
+        """Enters a death in the books; tells whether a request is ended for it."""
+        if self._closing.is_set():
+            return False
+        log.warning("the engine died: %s", death)
+        if self._paused_since is None:
+            self._paused_since = self._engine.heard if len(self._ledger) else time.monotonic()
+        self._deaths[death.reason] += 1
+        self._past = self._stats
+        self._stats = carry(self._past, EngineStats(pages_total=self.info.pages))
+        with self._lock:
+            self.status = "restarting"
+            ended = self._ledger.died()
+        self._streams.deliver(ended)
+        return any(output.finish_reason == "error" for output in ended)
 
-
-def endpoint(folder: Path, name: str) -> str:
-    return f"ipc://{folder}/{name}"
-
-
-def _how(code: int) -> str:
-    return f"by signal {-code}" if code < 0 else f"with exit code {code}"
+    def _resume(self) -> None:
+        """A new engine is ready: it gets every live request."""
+        assert self._paused_since is not None
+        pause = time.monotonic() - self._paused_since
+        self._paused_since = None
+        self._longest_pause = max(self._longest_pause, pause)
+        self._restarts += 1
+        log.warning("a new engine took over after %.2f s, with %d requests", pause, len(self._ledger))
+        with self._lock:
+            self.status = "ready"
+            self._send_due()

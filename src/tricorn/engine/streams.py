@@ -4,12 +4,16 @@ loop."""
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from threading import Lock
+from typing import Any
 
 from tricorn.request import Output, TricornError
+
+ANSWER_SECONDS = 2.0
 
 Queue = asyncio.Queue[Output]
 
@@ -74,6 +78,31 @@ class Streams:
         finally:
             if self.discard(id):
                 self._abort(id)
+
+
+class Questions:
+    """Those who wait to hear of the engine's state."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Future[dict[str, Any]]] = deque()
+
+    async def ask(self, send: Callable[[], None]) -> dict[str, Any]:
+        """The next answer; `send` puts the question. Raises TricornError when none comes in time."""
+        future: Future[dict[str, Any]] = Future()
+        self._waiting.append(future)
+        send()
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(future), ANSWER_SECONDS)
+        except TimeoutError:
+            raise TricornError("the engine does not answer, it may be about to be restarted: ask again later") from None
+
+    def answer(self, state: dict[str, Any]) -> None:
+        """Answers all. Safe in any thread."""
+        while self._waiting:
+            future = self._waiting.popleft()
+            if future.set_running_or_notify_cancel():
+                with suppress(RuntimeError):  # its event loop is closed: nobody waits any more
+                    future.set_result(state)
 
 
 def _put(batch: list[tuple[Queue, Output]]) -> None:
