@@ -19,7 +19,7 @@ import pytest
 import typer
 
 from tricorn.cli import app
-from tricorn.engine.messages import EngineInfo, EngineStats, TierStats
+from tricorn.engine.messages import EngineInfo, EngineStats, Survival, TierStats
 from tricorn.scheduler.limits import Limits
 from tricorn.server import schema
 from tricorn.server.errors import HttpError
@@ -218,7 +218,7 @@ def test_every_metric_is_named() -> None:
     )
     metrics = Metrics("model", info)
     metrics.error(HttpError(400, "x"))
-    text = metrics.exposition(EngineStats(disk=TierStats()), {"killed": 1}, os.getpid()).decode()
+    text = metrics.exposition(EngineStats(disk=TierStats()), Survival(), os.getpid()).decode()
     types = re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE)
     lines = re.findall(r"^\| `(\S+)` \| (\w+) \|", section("Metrics", OPERATIONS), re.MULTILINE)
     assert sorted(lines) == sorted(types)

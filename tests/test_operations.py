@@ -320,10 +320,10 @@ def test_deadlines(one_slot: InProcessClient) -> None:
             assert (await running).json()["choices"][0]["finish_reason"] == "length"
             whole = (await http.post(PLAIN, json={**long, "max_tokens": 400, "timeout": 0.3})).json()
             assert whole["choices"][0]["finish_reason"] == "timeout"
-            assert 3 < whole["usage"]["completion_tokens"] < 40
+            assert 0 < whole["usage"]["completion_tokens"] < 40
             chunks = events(await http.post(PLAIN, json={**long, "max_tokens": 400, "timeout": 0.3, "stream": True}))
             assert chunks[-1]["choices"][0]["finish_reason"] == "timeout"
-            assert 3 < len(chunks) < 41
+            assert 0 < len(chunks) < 41
             return figures((await http.get("/metrics")).text)
 
     after = asyncio.run(work())
@@ -395,34 +395,40 @@ def test_counters_and_histograms_agree(one_slot: InProcessClient) -> None:  # A-
     def sums(now: dict[str, float]) -> tuple[float, float]:
         return now["vllm:request_prompt_tokens_sum"], now["vllm:request_generation_tokens_sum"]
 
-    async def leave(http: httpx.AsyncClient, body: dict[str, Any]) -> None:
-        async with asyncio.timeout(0.2):
-            await http.post(PLAIN, json=body)
+    async def now_of(http: httpx.AsyncClient) -> dict[str, float]:
+        return figures((await http.get("/metrics")).text)
+
+    async def begin(http: httpx.AsyncClient) -> asyncio.Task[httpx.Response]:
+        """A long request of 7 prompt tokens that has brought its first token."""
+        begun = (await now_of(http))["vllm:time_to_first_token_seconds_count"]
+        body = {"prompt": [5] * 7, "max_tokens": 400, "ignore_eos": True, "stream": True}
+        task = asyncio.create_task(http.post(PLAIN, json=body))
+        while (await now_of(http))["vllm:time_to_first_token_seconds_count"] == begun:
+            await asyncio.sleep(0.01)
+        return task
+
+    async def leave(task: asyncio.Task[httpx.Response]) -> None:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
     async def work() -> None:
         async with client_of(one_slot, max_waiting=3) as http:  # type: ignore[arg-type]
-            long = {"prompt": [5] * 7, "max_tokens": 300, "ignore_eos": True, "stream": True}
             for _ in range(5):
                 await http.post(PLAIN, json={"prompt": [5, 6], "max_tokens": 4, "ignore_eos": True})
             for _ in range(3):
                 await http.post(PLAIN, json={"prompt": "x", "temperature": 9})
-            for _ in range(2):
-                running = asyncio.create_task(leave(http, long))
-                await asyncio.sleep(0.02)
-                assert (await http.post(PLAIN, json={"prompt": [5], "n": 4})).status_code == 429
-                await asyncio.gather(running, return_exceptions=True)
-            for _ in range(3):
-                with pytest.raises(TimeoutError):
-                    await leave(http, long)
-            flying = asyncio.create_task(http.post(PLAIN, json=long))
-            await asyncio.sleep(0.1)
-            now = figures((await http.get("/metrics")).text)
+            for refused in (True, True, False, False, False):
+                task = await begin(http)
+                if refused:
+                    assert (await http.post(PLAIN, json={"prompt": [5], "n": 4})).status_code == 429
+                await leave(task)
+            flying = await begin(http)
+            now = await now_of(http)
             assert now["vllm:prompt_tokens_total"] == sums(now)[0] + 7
             assert now["vllm:generation_tokens_total"] > sums(now)[1]
-            flying.cancel()
-            await asyncio.gather(flying, return_exceptions=True)
+            await leave(flying)
             await asyncio.sleep(0.1)
-            now = figures((await http.get("/metrics")).text)
+            now = await now_of(http)
             assert sums(now) == (now["vllm:prompt_tokens_total"], now["vllm:generation_tokens_total"])
             assert now['vllm:request_success_total{finished_reason="abort"}'] == 6
             assert now['vllm:request_success_total{finished_reason="length"}'] == 5
@@ -544,6 +550,7 @@ def test_live_requests_are_shown() -> None:
         await asyncio.sleep(0.15)
         text = (await http.get("/debug/state")).text
         assert SECRET not in text
+        assert json.loads(text)["engine"] == {"requests": 1}
         server = json.loads(text)["server"]
         mine = next(entry for entry in server["requests"] if entry["id"] == "mine")
         assert (mine["route"], mine["phase"], mine["prompt_tokens"]) == (PLAIN, "generating", len(BPE.encode(SECRET)))

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from test_frontend_text import BYTES, CHATML, LITERAL, PIECES
-from tricorn.engine.messages import EngineInfo, EngineStats
+from tricorn.engine.messages import EngineInfo, EngineStats, Status
 from tricorn.frontend.generate import Frontend
 from tricorn.frontend.template import ChatTemplate
 from tricorn.frontend.tokenizer import Tokenizer
@@ -84,6 +84,13 @@ class ScriptedEngine:
     def entry(self, id: int, count: int) -> TokenLogprobs:
         values = [self.logprob, float("-inf"), float("-inf")][:count]
         return TokenLogprobs(self.logprob, 1, [id, 5, 6][: len(values)], values)
+
+    @property
+    def status(self) -> Status:
+        return "ready" if self.alive else "dead"
+
+    async def state(self) -> dict[str, Any]:
+        return {"requests": len(self.requests)}
 
     def close(self) -> None:
         pass

@@ -296,7 +296,8 @@ def test_new_requests_are_refused_while_others_finish(own: Server) -> None:  # A
         own.process.send_signal(signal.SIGTERM)
         time.sleep(0.2)
         for streamed in (False, True):
-            refused = httpx.post(own.url + "/v1/completions", json={**body, "stream": streamed})
+            large = {**body, "stream": streamed, "prompt": "x" * 2**22}
+            refused = httpx.post(own.url + "/v1/completions", json=large)
             assert (refused.status_code, refused.headers["connection"]) == (503, "close")
             assert refused.json()["error"]["code"] == "shutting_down"
             assert int(refused.headers["retry-after"]) > 0
@@ -350,7 +351,8 @@ def test_it_listens_while_it_loads() -> None:  # A-094
             assert http.get("/health").status_code == 200
             ready = http.get("/ready")
             assert (ready.status_code, ready.json()) == (503, {"status": "loading"})
-            for answer in (http.post("/v1/completions", json={"prompt": "x"}), http.get("/metrics")):
+            large = {"prompt": "x" * 2**22}
+            for answer in (http.post("/v1/completions", json=large), http.get("/metrics")):
                 assert (answer.status_code, answer.json()["error"]["code"]) == (503, "loading")
                 assert int(answer.headers["retry-after"]) > 0
                 assert answer.headers["x-request-id"].startswith("req-")

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
-from tricorn.engine.messages import EngineInfo, EngineStats
+from tricorn.engine.messages import EngineInfo, EngineStats, Status
 from tricorn.frontend.errors import BadRequest, EngineFailure
 from tricorn.frontend.stop import StopMatcher
 from tricorn.frontend.template import ChatTemplate, Message, check_text, normalize
@@ -100,7 +100,12 @@ class EngineClient(Protocol):
     def info(self) -> EngineInfo: ...
 
     @property
-    def alive(self) -> bool: ...
+    def status(self) -> Status: ...
+
+    @property
+    def alive(self) -> bool:
+        """Not dead."""
+        ...
 
     def submit(self, request: Request) -> AsyncGenerator[Output, None]:
         """Runs the request; the last output has a finish_reason. Closing the generator before it aborts the request.
@@ -108,6 +113,10 @@ class EngineClient(Protocol):
         ...
 
     async def stats(self) -> EngineStats: ...
+
+    async def state(self) -> dict[str, Any]:
+        """What is going on, for people. Raises TricornError."""
+        ...
 
     def close(self) -> None: ...
 

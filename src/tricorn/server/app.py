@@ -25,7 +25,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from tricorn.engine.gate import Gate, GateOptions, Ticket
-from tricorn.engine.messages import EngineState
+from tricorn.engine.messages import Survival
 from tricorn.frontend.generate import Delta, Frontend, join
 from tricorn.request import Namespace, SamplingParams, Service, TricornError
 from tricorn.server import answers, headers, schema
@@ -144,9 +144,10 @@ class Api:
     @property
     def status(self) -> str:
         """ "ready", or why not: "draining", or that of the engine."""
-        client = self._frontend.client
-        engine = getattr(client, "status", "ready" if client.alive else "dead")
-        return "draining" if self.draining and engine != "dead" else engine
+        engine = self._frontend.client.status
+        if engine == "dead" or not self.draining:
+            return "loading" if engine == "starting" else engine
+        return "draining"
 
     @property
     def busy(self) -> bool:
@@ -161,8 +162,9 @@ class Api:
     # --- generation
 
     async def chat(self, exchange: Exchange) -> None:
+        body = await exchange.body()  # even to be refused: a client that is still sending hears no answer
         self._open()
-        sampling, chat, params = schema.read_chat(await exchange.body())
+        sampling, chat, params = schema.read_chat(body)
         service = self._service(exchange, sampling)
         with await self._admit(sampling.model, params.n) as ticket:
             await self._work(exchange, self._chat(exchange, ticket, sampling, chat, params, service), service)
@@ -182,8 +184,9 @@ class Api:
         await self._run(exchange, ticket, body, [Prompt(ids)], params, head, service, chat=True, echo=False)
 
     async def completions(self, exchange: Exchange) -> None:
+        body = await exchange.body()
         self._open()
-        sampling, completion, params = schema.read_completion(await exchange.body())
+        sampling, completion, params = schema.read_completion(body)
         prompts = schema.prompts(completion)
         service = self._service(exchange, sampling)
         with await self._admit(sampling.model, len(prompts) * params.n) as ticket:
@@ -269,7 +272,6 @@ class Api:
 
     async def _admit(self, model: str | None, sequences: int) -> Ticket:
         """Lets a request in before any work is spent on its prompt, or refuses it. Raises HttpError or Refused."""
-        self._open()  # its body may have taken a while
         if model is not None and model != self._name:
             raise HttpError(404, f"the model {printable(model, 80)!r} is not served here: use {self._name!r}", "model")
         if sequences > self._gate.capacity:
@@ -384,9 +386,8 @@ class Api:
 
     async def exposition(self, exchange: Exchange) -> None:
         client = self._frontend.client
-        text = self.metrics.exposition(
-            await client.stats(), getattr(client, "deaths", {}), getattr(client, "pid", None)
-        )
+        survival: Survival | None = getattr(client, "survival", None)
+        text = self.metrics.exposition(await client.stats(), survival, getattr(client, "pid", None))
         await exchange.answer(200, text, b"text/plain; version=0.0.4; charset=utf-8")
 
     async def debug_state(self, exchange: Exchange) -> None:
@@ -408,15 +409,11 @@ class Api:
 
     async def _engine_state(self) -> Fields | None:
         """None when the engine does not answer now."""
-        state = getattr(self._frontend.client, "state", None)
-        if state is None:
-            return None
         try:
             async with asyncio.timeout(STATE_SECONDS):
-                answer = await state()
+                return await self._frontend.client.state()
         except (TimeoutError, TricornError):
             return None
-        return answer.state if isinstance(answer, EngineState) else answer
 
 
 def _unserved(delta: Delta) -> bool:

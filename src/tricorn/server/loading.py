@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tricorn.server.errors import HttpError
-from tricorn.server.exchange import Exchange
+from tricorn.server.exchange import ClientGone, Exchange
 
 RETRY_SECONDS = 1
 
@@ -26,6 +28,8 @@ class Door:
         elif scope["path"] == "/ready":
             await answer_ready(exchange, "loading")
         else:
+            with suppress(HttpError, ClientGone):
+                await exchange.body()  # a client that is still sending hears no answer
             await exchange.fail(
                 HttpError(503, "the model is being loaded", code="loading", retry_after=RETRY_SECONDS, close=True)
             )

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 from prometheus_client import (
@@ -22,7 +23,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from tricorn.engine import gate
-from tricorn.engine.messages import EngineInfo, EngineStats
+from tricorn.engine.messages import DeathReason, EngineInfo, EngineStats, Survival
 from tricorn.frontend.generate import Delta
 from tricorn.request import SamplingParams, Timings
 from tricorn.server.errors import HttpError
@@ -41,6 +42,7 @@ CHOICES = (1, 2, 5, 10, 20, 50, 100)
 FINISH_REASONS = ("stop", "length", "timeout", "abort", "error")
 REFUSAL_REASONS = (*gate.REASONS, "invalid", "unavailable")
 STEP_KINDS = ("prefill", "decode", "mixed")
+DEATH_REASONS: tuple[DeathReason, ...] = get_args(DeathReason)
 HOST_PHASES = ("schedule", "submit", "commit")
 
 Values = Sequence[tuple[tuple[str, ...], float]]
@@ -54,7 +56,7 @@ class Metrics:
         self._model = model
         self._registry = CollectorRegistry()
         self._stats: EngineStats | None = None
-        self._deaths: Mapping[str, int] = {}
+        self._survival: Survival | None = None
         self._engine: int | None = None
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of accepted requests.")
         self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
@@ -90,18 +92,19 @@ class Metrics:
         if error.reason is not None:
             self._refused[error.reason].inc()
 
-    def exposition(self, stats: EngineStats, deaths: Mapping[str, int] = {}, engine: int | None = None) -> bytes:
-        """All series as text. `deaths` counts those of the engine by reason, `engine` is its process."""
-        self._stats, self._deaths, self._engine = stats, deaths, engine
+    def exposition(self, stats: EngineStats, survival: Survival | None = None, engine: int | None = None) -> bytes:
+        """All series as text. An engine in a process of its own has a `survival`; `engine` is its process."""
+        self._stats, self._survival, self._engine = stats, survival, engine
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats
         if stats is None:
             return
-        for name, help, values, *labels in _gauges(stats):
+        survival = self._survival or Survival()
+        for name, help, values, *labels in _gauges(stats, survival):
             yield self._family(GaugeMetricFamily(name, help, labels=["model_name", *labels]), values)
-        for name, help, values, *labels in [*_counters(stats), *_supervision(self._deaths)]:
+        for name, help, values, *labels in [*_counters(stats), *_survived(survival)]:
             yield self._family(CounterMetricFamily(name, help, labels=["model_name", *labels]), values)
         rows = HistogramMetricFamily(
             "vllm:iteration_tokens_total", "Token rows of a step: their sum and the steps.", labels=["model_name"]
@@ -159,7 +162,7 @@ def _by(values: Mapping[str, float], known: Sequence[str]) -> Values:
     return [((key,), values.get(key, 0)) for key in known]
 
 
-def _gauges(stats: EngineStats) -> Rows:
+def _gauges(stats: EngineStats, survival: Survival) -> Rows:
     total = max(1, stats.pages_total)
     pages = {"free": stats.pages_free, "held": stats.pages_held, "cached": stats.pages_cached}
     yield "vllm:num_requests_running", "Sequences being computed.", _one(stats.running)
@@ -168,6 +171,7 @@ def _gauges(stats: EngineStats) -> Rows:
     yield "tricorn:pages", "Pages of the KV cache, by state.", _by(pages, list(pages)), "state"
     yield "tricorn:free_slots", "Sequences that could be admitted at once.", _one(stats.free_slots)
     yield "tricorn:prefill_token_seconds", "What one more prompt token costs.", _one(stats.prefill_token_seconds)
+    yield "tricorn:engine_longest_pause_seconds", "Without an engine, with requests.", _one(survival.longest_pause)
     if stats.disk is not None:
         yield "tricorn:disk_pages", "Pages in the disk tier.", _one(stats.disk.pages)
         yield "tricorn:disk_writing", "1 while the disk tier takes pages in.", _one(stats.disk.writing)
@@ -207,13 +211,12 @@ def _counters(stats: EngineStats) -> Rows:
         yield "tricorn:disk_read_seconds", "Time spent reading them.", _one(stats.disk.read_seconds)
 
 
-def _supervision(deaths: Mapping[str, int]) -> Rows:
-    yield (
-        "tricorn:engine_deaths",
-        "Deaths of the engine process, by reason.",
-        [((reason,), count) for reason, count in sorted(deaths.items())],
-        "reason",
-    )
+def _survived(survival: Survival) -> Rows:
+    deaths = {str(reason): count for reason, count in survival.deaths.items()}
+    yield "tricorn:engine_deaths", "Deaths of the engine process.", _by(deaths, DEATH_REASONS), "reason"
+    yield "tricorn:engine_restarts", "Engine processes started after the first.", _one(survival.restarts)
+    yield "tricorn:resumed_requests", "Requests that went on in another engine.", _one(survival.resumed_requests)
+    yield "tricorn:dropped_requests", "Requests given up after three deaths.", _one(survival.dropped_requests)
 
 
 def _resident(pid: int) -> int | None:
