@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -570,12 +571,15 @@ def children(pid: int) -> list[int]:
 def test_a_signal_amid_loading_leaves_nothing() -> None:
     model = pulled("smollm2-135m")
     source = str(Path(__file__).parent.parent / "src")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))}
-    process = subprocess.Popen([sys.executable, "-c", PROGRAM, model], env=environment, stdout=subprocess.DEVNULL)
-    while not (engine := children(process.pid)):
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    process.wait(3)
+    path = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": folder}
+        process = subprocess.Popen([sys.executable, "-c", PROGRAM, model], env=environment, stdout=subprocess.DEVNULL)
+        while not (engine := children(process.pid)):
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(3) == 0
+        assert list(Path(folder).iterdir()) == []
     end = time.monotonic() + 3
     while any(Path(f"/proc/{pid}").exists() for pid in engine):
         assert time.monotonic() < end

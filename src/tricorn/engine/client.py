@@ -123,9 +123,9 @@ class InProcessClient:
 class ProcessClient:
     """An engine in a process of its own, started anew when it dies: streams pause, then go on. When no new engine comes
     to anything, all streams end with an error. Raises TricornError when the first cannot start. Safe to use from one
-    event loop at a time."""
+    event loop at a time. `engine` is the first one, where it has been started already."""
 
-    def __init__(self, options: EngineOptions) -> None:
+    def __init__(self, options: EngineOptions, engine: EngineProcess | None = None) -> None:
         self.status: Status = "starting"
         self._options = options
         self._streams = Streams(self.abort)
@@ -138,7 +138,7 @@ class ProcessClient:
         self._longest_pause = 0.0
         self._paused_since: float | None = None
         self._closing = threading.Event()
-        self._engine = EngineProcess(options)
+        self._engine = engine or EngineProcess(options)
         try:
             self.info = self._engine.wait_ready()
         except BaseException:

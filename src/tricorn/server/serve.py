@@ -22,6 +22,7 @@ import uvloop
 from tricorn.compiler.engine_file import EngineFile
 from tricorn.engine.client import ProcessClient
 from tricorn.engine.options import EngineOptions
+from tricorn.engine.process import EngineProcess
 from tricorn.frontend.generate import EngineClient, Frontend, load_text
 from tricorn.request import TricornError
 from tricorn.server.app import Api, ServerOptions, create_app
@@ -43,7 +44,7 @@ CLOSE_POLL_SECONDS = 0.05
 """How often it looks whether the engine has ended."""
 
 ABORT_SECONDS = 1.0
-"""How long the engine may take to end after a second signal."""
+"""How long the engine may take to end after a second signal, or one while it starts."""
 
 DRAIN_POLL_SECONDS = 0.02
 """How often it looks whether the last requests have ended."""
@@ -81,14 +82,18 @@ def serve(options: ServerOptions, engine: EngineOptions) -> int:
 
 async def load(engine: EngineOptions) -> Frontend:
     """Starts the engine, and opens the model's text side while it loads. The caller closes the frontend's client."""
-    starting = _in_thread(lambda: ProcessClient(engine))
+    process = EngineProcess(engine)
+    starting = _in_thread(lambda: ProcessClient(engine, process))
     try:
         file = await asyncio.to_thread(EngineFile.open, Path(engine.path), check_body=False)  # the engine checks it
         tokenizer, template = await asyncio.to_thread(load_text, file)
-    except TricornError:
-        (await starting).close()
+        return Frontend(tokenizer, template, await asyncio.shield(starting))
+    except BaseException:  # a signal, too
+        process.stop()
+        await asyncio.wait((starting,), timeout=ABORT_SECONDS)
+        if starting.done() and starting.exception() is None:
+            starting.result().close()
         raise
-    return Frontend(tokenizer, template, await starting)
 
 
 def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
@@ -187,6 +192,7 @@ class Serving:
         if opening.done():
             return opening.result()
         opening.cancel()
+        await asyncio.wait((opening,), timeout=2 * ABORT_SECONDS)
         return None
 
     async def _serve(self, frontend: Frontend) -> int:
