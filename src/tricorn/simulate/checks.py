@@ -76,15 +76,17 @@ class Patience:
     """Bounds how long a request may take.
 
     A request needs at most `steps` steps when it comes first: LEAST_CHUNK prompt tokens or one output token are done in
-    each. It waits for nobody but those accepted before it, or within the head start that the policy may give to others;
-    under "fair", its tenant gets one turn in as many as there are tenants. Preemption may double the work. The bound is
-    that many steps, each as long as the longest one yet.
+    each, unless a step has fewer rows. It waits for nobody but those accepted before it, or within the head start that
+    the policy may give to others; under "fair", its tenant gets one turn in as many as there are tenants. Preemption
+    may double the work. The bound is that many steps, each as long as the longest one yet.
     """
 
     def __init__(self, config: Config) -> None:
         self._config = config
         limits = config.limits
-        self._chunk = max(1, min(LEAST_CHUNK, limits.max_tokens - limits.max_running + 1))
+        others = limits.max_running - 1  # each may take a row
+        self._chunk = min(LEAST_CHUNK, limits.max_tokens - others)
+        self._scored_chunk = min(self._chunk, limits.max_rows - others)
         self._times: list[float] = []
         self._accepted: list[int] = [0]
         self._finished = 0
@@ -98,7 +100,8 @@ class Patience:
         record.sent = True
         record.arrived = now
         record.finished_before = self._finished
-        record.steps = -(-len(request.prompt) // self._chunk) + record.answer.limit + 2
+        chunk = self._chunk if request.params.prompt_logprobs is None else self._scored_chunk
+        record.steps = -(-len(request.prompt) // chunk) + record.answer.limit + 2
         self._times.append(now)
         self._accepted.append(self._accepted[-1] + record.steps)
 
