@@ -90,10 +90,10 @@ class Journal:
 
 
 def _level(entry: Entry) -> int:
-    """A probe that went well is of no interest, a failure of ours is of some to everybody."""
+    """A probe is of no interest, whatever it hears; a failure of ours is of some to everybody."""
     if entry.status == 500 or (entry.error is not None and entry.status == 200):
         return logging.WARNING
-    return logging.DEBUG if entry.params is None and entry.status < 400 else logging.INFO
+    return logging.DEBUG if entry.params is None and entry.error is None else logging.INFO
 
 
 def _fields(entry: Entry, seconds: float) -> dict[str, Any]:
