@@ -222,16 +222,30 @@ def test_suspects_are_tried_alone() -> None:
     ledger.note([token("b", 0)])
     sent(ledger, "c")
     assert ledger.died() == []  # it was c, most likely
-    sent(ledger, "a", "b", "d")
-    ledger.note([token("a", 3), token("b", 1), token("d", 2)])
-    sent(ledger, "c")
+    sent(ledger, "c")  # alone
     (ended,) = ledger.died()
     assert (ended.id, ended.finish_reason) == ("c", "error")
     sent(ledger, "a", "b", "d")
-    ledger.note([token("a", 4), token("b", 2), token("d", 3)])
+    ledger.note([token("a", 3), token("b", 1), token("d", 2)])
     sent(ledger, "e")
     ledger.note([token("e", 0)])
     sent(ledger, "new")
+
+
+def test_waiting_is_no_crime() -> None:
+    """An engine with one slot that is killed again and again: who waits for the slot is tried before its holder."""
+    ledger = Ledger()
+    for id in "abc":
+        ledger.open(request(id, 1000))
+    sent(ledger, *"abc")
+    ledger.note([token("a", 0)])
+    for life in range(20):
+        assert ledger.died() == []
+        for due in ledger.due() or pytest.fail("an idle engine"):
+            last = due.id
+        ledger.note([token(last, life)])
+        ledger.due()
+    assert len(ledger) == 3
 
 
 def test_the_end_of_one_on_trial_lets_the_next_come() -> None:

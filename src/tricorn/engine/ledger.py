@@ -2,8 +2,9 @@
 
 A death counts against the requests that were with the engine and had not brought a token since it started. One that
 three deaths count against in a row is ended: a token proves that a request is not what kills the engine. So that no
-innocent request comes to that, a request under suspicion is tried alone: those that had brought tokens come back first,
-together; when each of them has brought another, the suspects follow one at a time; newcomers wait until it is over.
+innocent comes to that, suspects are tried one at a time. First of all comes, alone, the one that the next death would
+end (there is one at most); then, together, those that had brought tokens; when each of them has brought another, the
+other suspects; newcomers wait until it is over.
 
 Plain data, no clock and no threads: whoever calls has the lock, if there is to be one.
 """
@@ -63,13 +64,15 @@ class Ledger:
         an engine is there, after `open`, `note` and `abort`."""
         if not self._unsent or self._trial is not None:
             return []
-        suspects = [entry for entry in self._unsent.values() if entry.deaths]
+        held = list(self._unsent.values())
+        suspects = [entry for entry in held if entry.deaths]
         if not suspects:
-            return [self._send(entry) for entry in list(self._unsent.values())]
-        proven = [entry for entry in self._unsent.values() if entry.lives and not entry.deaths]
-        if not proven and not self._unproven:
-            self._trial = suspects[0].request.id
-            return [self._send(suspects[0])]
+            return [self._send(entry) for entry in held]
+        gravest = max(suspects, key=lambda entry: entry.deaths)  # the first of them
+        proven = [entry for entry in held if entry.lives and not entry.deaths]
+        if gravest.deaths == MOST_DEATHS - 1 or not (proven or self._unproven):
+            self._trial = gravest.request.id
+            return [self._send(gravest)]
         return [self._send(entry) for entry in proven]
 
     def note(self, outputs: list[Output]) -> list[Output]:
