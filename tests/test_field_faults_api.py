@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -506,26 +505,31 @@ def test_the_openai_client_reads_whole_answers_and_errors(server: Server) -> Non
 # --- the process
 
 
-def test_a_killed_engine_ends_everything_clearly(own: Server) -> None:  # A-093
+def test_a_killed_engine_is_replaced(own: Server) -> None:  # A-093
+    """The stream goes on where it was; the log tells of it, and so do readiness and the metrics."""
+    body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True, "temperature": 0.8, "seed": 3, "logprobs": 2}
+    undisturbed = own.choice(body)
     (engine,) = own.children()
-    errors: list[Any] = []
-
-    def stream() -> None:
-        try:
-            own.chunks({"prompt": "x", "max_tokens": 4000, "ignore_eos": True})
-        except Exception as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=stream)
-    thread.start()
-    time.sleep(0.5)
-    os.kill(engine, signal.SIGKILL)
-    thread.join(5)
-    assert errors  # no [DONE]
-    assert own.process.wait(5) == 1
+    with ThreadPoolExecutor(1) as threads:
+        streamed = threads.submit(own.chunks, body)
+        time.sleep(0.3)
+        os.kill(engine, signal.SIGKILL)
+        end = time.monotonic() + 10
+        while own.http.get("/ready").status_code == 200 and engine in own.children():
+            assert time.monotonic() < end
+        assert own.http.get("/health").status_code == 200
+        chunks = [chunk["choices"][0] for chunk in streamed.result()]
+    assert "".join(chunk["text"] for chunk in chunks) == undisturbed["text"]
+    scores = [score for chunk in chunks if chunk["logprobs"] for score in chunk["logprobs"]["token_logprobs"]]
+    assert scores == undisturbed["logprobs"]["token_logprobs"]
+    own.alive()
+    assert own.http.get("/ready").status_code == 200
+    assert own.metric("tricorn:engine_deaths_total", reason="signal") == 1
+    own.process.send_signal(signal.SIGTERM)
+    assert own.process.wait(10) == 0
     lines = own.process.communicate()[1].strip().splitlines()
-    assert len(lines) == 2  # of the stream, and of the server
-    assert "engine" in lines[1]
+    assert len(lines) == 2  # of the death, and of the new engine
+    assert "ended by signal 9" in lines[0]
 
 
 def test_a_stopped_server_leaves_no_engine(own: Server) -> None:  # A-094
