@@ -305,7 +305,8 @@ def test_the_cost_model_finds_the_truth_in_noise() -> None:
 def test_costs_are_never_negative(seed: int) -> None:
     random = Random(seed)
     model = CostModel()
-    for _ in range(random.randrange(4, 80)):
+    model.observe(Work(prefill_tokens=200), 0.1)
+    for _ in range(random.randrange(8, 80)):
         work = Work(*(random.choice([0, random.randrange(1000)]) for _ in range(4)))
         model.observe(work, random.random() * random.choice([0, 1e-3, 1]))
     assert model.cost is not None

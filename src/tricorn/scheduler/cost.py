@@ -21,6 +21,10 @@ KEPT = 128
 REFIT = 32
 """A new fit after so many new steps, or when there are twice as many as at the last one."""
 
+LEAST_STEPS = 8
+LEAST_TOKENS = 128
+"""Nothing is known before so many steps, and so many prompt tokens, have been seen."""
+
 OUTLIER = 3.0
 """A step counts as disturbed when its error is above so many times the median one."""
 
@@ -67,7 +71,8 @@ class CostModel:
         self._rows = np.zeros((2, KEPT, 5))
         self._seconds = np.zeros((2, KEPT))
         self._seen = [0, 0]
-        self._due = 4
+        self._prefilled = 0
+        self._due = LEAST_STEPS
 
     def observe(self, work: Work, seconds: float) -> None:
         """A step with this work took so long."""
@@ -76,7 +81,8 @@ class CostModel:
         self._rows[kind, place] = _row(work)
         self._seconds[kind, place] = max(seconds, 1e-9)
         self._seen[kind] += 1
-        if sum(self._seen) >= self._due:
+        self._prefilled += work.prefill_tokens
+        if sum(self._seen) >= self._due and self._prefilled >= LEAST_TOKENS:
             self._due = sum(self._seen) + min(sum(self._seen), REFIT)
             self._fit()
 

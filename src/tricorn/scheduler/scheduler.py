@@ -493,10 +493,9 @@ class Scheduler:
         sequence.ended = reason
         self.finished[reason] += 1
         del self._sequences[sequence.id]
-        if reason in ("stop", "length"):
+        if sequence.slot >= 0:
             self._outlook.ended(sequence.outputs)
             self._ends.append(self._busy_seconds)
-        if sequence.slot >= 0:
             self._leave(sequence)
         else:
             self.waiting.remove(sequence)
