@@ -7,7 +7,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 NATIVE := $(wildcard native/*) CMakeLists.txt pyproject.toml
 
-.PHONY: help setup serve test lint types format sanitize parity quality bench docs clean
+.PHONY: help setup serve test lint types format sanitize parity quality bench drill docs clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -67,6 +67,9 @@ quality: .venv/.developer  ## the native executor against the reference on 2,000
 bench: $(STAMP)  ## the machine's limits, and the engine beside them
 	@$(BIN)/tricorn bench machine
 	@$(BIN)/tricorn bench engine --model $(MODEL)
+
+drill: $(STAMP)  ## kill, stop and starve the engine of a real server under 64 streams: nothing may differ
+	@$(BIN)/tricorn drill --model $(MODEL)
 
 clean:  ## remove what was built and installed here (models and engines stay in the cache)
 	@rm -rf .venv .venv-parity build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -16,11 +16,14 @@ import msgspec
 import pytest
 
 from fake_executor import expected
+from tricorn.bench import drill
+from tricorn.compiler import ensure
 from tricorn.engine.client import InProcessClient, ProcessClient
 from tricorn.engine.options import EngineOptions
 from tricorn.engine.process import SILENT_SECONDS
 from tricorn.request import Output, Request, SamplingParams, TricornError
 from tricorn.runtime.step import PAGE
+from tricorn.weights.hub import is_pulled
 
 PAGES = 200
 EOS = (0, 1)
@@ -467,3 +470,28 @@ def test_exhausted_memory_in_native_code(engine_for: Callable[..., Any]) -> None
     sizes = {"threads": 1, "pages": 2, "max_tokens": 1 << 30, "max_rows": 1 << 30, "cache": "f16"}
     with pytest.raises(MemoryError):
         native.Executor(file.body, tensors, plan, isa=file.header.isa, **sizes)
+
+
+def test_a_short_drill() -> None:
+    """The whole of it, on a real server and model."""
+    pytest.importorskip("tricorn._native", reason="the native extension is not built: run make setup")
+    if not is_pulled("smollm2-135m"):
+        pytest.skip("the model is not here: run tricorn pull smollm2-135m")
+    told: list[str] = []
+    report = drill.run(str(ensure("smollm2-135m", False)), streams=4, kills=2, short=True, tell=told.append)
+    assert report.ok
+    assert (report.streams, report.kills, report.mismatched, report.lost) == (4, 2, 0, 0)
+    assert report.disasters.keys() == {"stopped", "memory", "disk full"}
+    assert report.disasters["stopped"].deaths == 1
+    assert report.disasters["stopped"].longest_pause_s > 2
+    assert told[-1].endswith("disk full")
+
+
+def test_the_drill_sees_what_differs() -> None:
+    whole = drill.Transcript(text="ab", token_ids=[1, 2], reasons=["length", None], pause=1.0)
+    assert whole.same(msgspec.structs.replace(whole, pause=2.0))
+    others = [{"text": "a"}, {"token_ids": [1, 3]}, {"reasons": ["stop", None]}, {"token_logprobs": [0.5]}]
+    different = [msgspec.structs.replace(whole, **change) for change in others]
+    broken = msgspec.structs.replace(whole, failure="it broke off")
+    outcome = drill._compare([whole, *different, broken], [whole] * 6, 0)
+    assert (outcome.streams, outcome.mismatched, outcome.lost, outcome.ok) == (6, 4, 1, False)

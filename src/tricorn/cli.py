@@ -401,6 +401,41 @@ def bench_capacity(
         print(f"{name:18} {text}")
 
 
+@app.command()
+def drill(
+    model: ModelOption = DEFAULT_MODEL,
+    streams: Annotated[int, typer.Option(help="Clients that stream at once.", min=1)] = 64,
+    kills: Annotated[int, typer.Option(help="How often the engine is killed.", min=0)] = 20,
+    seed: Annotated[int, typer.Option(help="Of the requests and of the moments.", min=0)] = 0,
+    short: Annotated[bool, typer.Option("--short", help="Short answers.")] = False,
+    json: Json = False,
+) -> None:
+    """Kill, stop and starve the engine of a real server, and compare every transcript with the undisturbed one."""
+    import msgspec
+    from rich.console import Console
+    from rich.table import Table
+
+    from tricorn.bench import drill
+    from tricorn.compiler import ensure
+
+    path = str(ensure(model))
+    console = Console(stderr=True)
+    with console.status("a server is started") as status:
+        report = drill.run(path, streams, kills, short=short, seed=seed, tell=status.update)
+    if json:
+        print(msgspec.json.encode(report).decode())
+    else:
+        table = Table("", "streams", "deaths", "mismatched", "lost", "longest pause", box=None)
+        killed = (report.streams, report.kills, report.mismatched, report.lost, f"{report.longest_pause_s:.1f} s")
+        table.add_row("killed", *map(str, killed))
+        for name, outcome in report.disasters.items():
+            counts = (outcome.streams, outcome.deaths, outcome.mismatched, outcome.lost)
+            table.add_row(name, *map(str, counts), f"{outcome.longest_pause_s:.1f} s")
+        Console().print(table)
+        print("passed" if report.ok else "FAILED")
+    raise typer.Exit(0 if report.ok else 1)
+
+
 def _engine_options(path: Path, threads: int | None, kv_type: str, kv_bytes: str | None, **others: object):  # type: ignore[no-untyped-def]
     import msgspec
 
