@@ -28,7 +28,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     `logprobs` is None for none, otherwise how many alternatives (0 to 20) to report beside the sampled token;
     they describe the raw distribution of the model, before bias, penalties and temperature.
     `stop` strings belong to the frontend; the engine sees `stop_token_ids` only. `ignore_eos` disables the
-    model's own end-of-sequence ids, never `stop_token_ids`.
+    model's own end-of-sequence ids, never `stop_token_ids`. `prompt_logprobs` is the same for the tokens of the prompt,
+    from place `prompt_logprobs_start` on; what comes well before may be reused.
     """
 
     max_tokens: int = 16
@@ -48,6 +49,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0
     n: int = 1
 
 
@@ -120,7 +122,7 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one step brought to one request: new token ids and, at the end, why it ended.
 
     `token_ids` holds every sampled id in order, end-of-sequence and stop tokens included. `logprobs` has one entry per
-    id when asked for. `prompt_logprobs` comes once, with the first output: one entry per prompt token, the first None.
+    id when asked for. `prompt_logprobs` comes once, with the first output: one entry per prompt token, None for the first and those not asked for.
     `cached_tokens` is how many prompt tokens came from the prefix cache. `error` goes with reason "error", `timings`
     with any, and with the first ids. Reason "timeout": its deadline passed, in the queue (no ids were ever sent) or while it ran.
     """

@@ -60,7 +60,8 @@ def build(
     wanted[row_start[1:] - 1] = samples
     scored = slots.scoring[slot]
     if scored.any():
-        wanted |= scored[owner] & (positions + 1 < slots.prompt[slot][owner])
+        first, end_of_prompt = slots.score_start[slot][owner], slots.prompt[slot][owner]
+        wanted |= scored[owner] & (positions + 1 >= first) & (positions + 1 < end_of_prompt)
     rows = np.flatnonzero(wanted).astype(np.int32)
     row_sequence = owner[rows]
     sampling = _sampling(slots, rows, slot[row_sequence], positions[rows] + 1)

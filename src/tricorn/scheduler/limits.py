@@ -92,9 +92,10 @@ _RANGES: dict[str, tuple[float, float]] = {
     "frequency_penalty": (-100, 100),
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs_start": (0, 2**31),
 }
 
-_INTEGERS = {"max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs"}
+_INTEGERS = {"max_tokens", "min_tokens", "top_k", "logprobs", "prompt_logprobs", "prompt_logprobs_start"}
 
 
 def _check_numbers(params: SamplingParams) -> None:

@@ -54,8 +54,6 @@ UNKNOWN_CHUNK = 64
 RETRY_SECONDS = 0.25
 """When the first in the queue did not fit and nobody has left since, it is tried again after so long."""
 
-_NO_MATCH = Match(np.zeros(0, np.int32), -1, 0, 0)
-
 
 @dataclass(slots=True)
 class _Room:
@@ -284,12 +282,14 @@ class Scheduler:
         room = self._room(decodes)
         granted: dict[Sequence, int] = {}
         for sequence, share in self._turns(candidates, room):
-            if room.tokens < 1 or (granted and room.seconds < LEAST_SECONDS):
-                break
-            if sequence.slot < 0 and (self._full or not self._admit(sequence, first=sequence is candidates[0])):
+            first = share == 1 and sequence is candidates[0]
+            if room.tokens < 1 or (room.seconds < LEAST_SECONDS and not first):
+                continue
+            if sequence.slot < 0 and (self._full or not self._admit(sequence, first, express=share > 1)):
                 continue
             before = granted.get(sequence, 0)
-            tokens, rows = self._chunk(sequence, before, self._most(sequence, before, room, share, granted), room.rows)
+            most = self._most(sequence, before, room, share, LEAST_CHUNK if first else 0)
+            tokens, rows = self._chunk(sequence, before, most, room.rows)
             if tokens > before:
                 granted[sequence] = tokens
                 room.tokens -= tokens - before
@@ -310,19 +310,20 @@ class Scheduler:
     def _turns(self, candidates: list[Sequence], room: _Room) -> list[tuple[Sequence, int]]:
         """Who prefills, in turn, and one part in how many of the room is theirs; one may be named twice."""
         turns = [(sequence, 1) for sequence in candidates]
-        if self._policy.express and len(candidates) > 1 and room.tokens >= EXPRESS_SHARE and not candidates[0].refused:
-            shortest = min(candidates, key=self._missing)
+        if self._policy.express and room.tokens >= EXPRESS_SHARE and not candidates[0].refused:
+            spare = len(self._slots.free) > 1  # the last free slot belongs to the first in the queue
+            shortest = min((s for s in candidates if spare or s.slot >= 0), key=self._missing, default=candidates[0])
             if shortest is not candidates[0]:
                 turns.insert(0, (shortest, EXPRESS_SHARE))
         return turns
 
-    def _most(self, sequence: Sequence, before: int, room: _Room, share: int, granted: dict[Sequence, int]) -> int:
-        """How many tokens of a prefill may run in this step, of which `before` are granted."""
+    def _most(self, sequence: Sequence, before: int, room: _Room, share: int, least: int) -> int:
+        """How many tokens of a prefill may run in this step, of which `before` are granted; `least` more of them
+        whatever time they take."""
         most = room.tokens // share
         if room.seconds != math.inf and self.costs.cost is not None:
             start = int(self._slots.computed[sequence.slot]) + before
-            within = self.costs.cost.prefill_within(start, room.seconds / share)
-            most = min(most, within if granted else max(within, LEAST_CHUNK))
+            most = min(most, max(self.costs.cost.prefill_within(start, room.seconds / share), least))
         return before + most
 
     def _prefill_seconds(self, sequence: Sequence, before: int, tokens: int) -> float:
@@ -359,20 +360,23 @@ class Scheduler:
             return tokens, 0
         return (tokens, 1) if rows else (tokens - 1, 0)
 
-    def _admit(self, sequence: Sequence, first: bool) -> bool:
+    def _admit(self, sequence: Sequence, first: bool, express: bool) -> bool:
         """Gives a waiting sequence a slot and pages for its tokens, reusing what the tree has of all but the last."""
         if not self._slots.free:
             return False
         tokens, tree, pool = sequence.tokens, self.tree, self.pool
         useful = min(len(tokens), max(sequence.total - 1, 1)) - 1  # one token at least is computed
-        match = _NO_MATCH if sequence.scoring else tree.match(sequence.namespace, tokens[:useful])
+        if sequence.scoring:  # a token is scored where the one before it is computed
+            useful = min(useful, sequence.score_start - 1)
+        match = tree.match(sequence.namespace, tokens[:useful])
         count = pages_for(len(tokens)) - len(match.pages)
         if match.tail_page >= 0 and not self._fits(sequence, count):
             pool.release(np.array([match.tail_page], np.int32))
             match = Match(match.pages, -1, 0, len(match.pages) * PAGE)
         if not self._fits(sequence, count):
             pool.release(match.pages)
-            self._full_until = self._clock() + RETRY_SECONDS
+            if not express:
+                self._full_until = self._clock() + RETRY_SECONDS
             sequence.refused = first
             return False
         if self._load(sequence, match, useful):
@@ -569,7 +573,7 @@ class Scheduler:
             sequence.lost = computed
             sequence.leaving = False
             if sequence.scoring:
-                sequence.scores = [None]
+                sequence.scores = [None] * sequence.score_start
             insort(self.waiting, sequence, key=arrival)
         slots.leave(sequence)
         self._full_until = -math.inf

@@ -41,6 +41,7 @@ class Sequence:
         "publish",
         "refused",
         "request",
+        "score_start",
         "scores",
         "slot",
         "stops",
@@ -69,7 +70,11 @@ class Sequence:
         self.stops = frozenset(params.stop_token_ids + (() if params.ignore_eos else limits.eos_ids))
         self.logprobs = params.logprobs
         self.cached_tokens = -1  # not admitted yet
-        self.scores: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
+        self.score_start = min(max(params.prompt_logprobs_start, 1), self.prompt_tokens)
+        """The first token of the prompt that is scored, when they are."""
+        self.scores: list[TokenLogprobs | None] | None = None
+        if params.prompt_logprobs is not None:
+            self.scores = [None] * self.score_start
         """The prompt's logprobs so far; None when not asked for or sent already."""
         self.in_flight = 0
         """Steps not committed yet that name this sequence. Its slot and pages stay until there are none."""
@@ -98,7 +103,7 @@ class Sequence:
 
     @property
     def scoring(self) -> bool:
-        """Whether prompt tokens remain to be scored, so that all of the prompt must be computed."""
+        """Whether prompt tokens remain to be scored, so that they and the one before must be computed."""
         return self.scores is not None and len(self.scores) < self.prompt_tokens
 
     def timings(self, now: float) -> Timings:
@@ -137,6 +142,7 @@ class Slots:
         self.shared = np.zeros(count, np.int32)
         self.floats = np.zeros((len(FLOATS), count), np.float32)
         self.top_k, self.logprobs, self.prompt_logprobs, self.min_tokens = np.zeros((4, count), np.int32)
+        self.score_start = np.zeros(count, np.int32)
         self.seed = np.zeros(count, np.uint64)
         self.penalized, self.biased, self.scoring = np.zeros((3, count), np.bool_)
         self.mask = _decodable(limits)
@@ -167,6 +173,7 @@ class Slots:
         )
         self.biased[slot] = bool(params.logit_bias)
         self.scoring[slot] = sequence.scoring
+        self.score_start[slot] = sequence.score_start
 
     def leave(self, sequence: Sequence) -> None:
         self.sequences[sequence.slot] = None
