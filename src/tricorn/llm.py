@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,14 +111,29 @@ class LLM:
         several = [messages] if not messages or isinstance(messages[0], dict) else messages
         return self._run(self._answer_chats(several, self._each(params, len(several), self._open_ended()), progress))
 
-    def stream_chat(self, messages: list[Message], params: SamplingParams | None = None) -> Iterator[Delta]:
+    def stream_chat(
+        self, messages: list[Message], params: SamplingParams | None = None
+    ) -> Generator[Delta, None, None]:
         """The answer to one conversation, piece by piece. Closing the iterator aborts it."""
-        deltas = self._run(self._open(messages, params or self._open_ended()))
+        return self.stream(self.encode_chat(messages), params or self._open_ended())
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Delta, None, None]:
+        """What continues one prompt, piece by piece. Closing the iterator aborts it."""
+        deltas = self._run(self._open(prompt, params or SamplingParams()))
         try:
             while (delta := self._run(_next(deltas))) is not None:
                 yield delta
         finally:
             self._run(deltas.aclose())
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of a raw prompt, with BOS in front where the model wants one. Raises TricornError."""
+        return self._run(self._frontend.encode(text))
+
+    def encode_chat(self, messages: list[Message], continuation: str = "") -> list[int]:
+        """The ids of a conversation with the assistant's turn opened, and begun with `continuation`. Raises
+        TricornError."""
+        return self._run(self._frontend.encode_chat(messages, continuation=continuation))
 
     def close(self) -> None:
         """Stops the engine and frees its memory. May be called again."""
@@ -156,8 +171,9 @@ class LLM:
             future.cancel()
             raise
 
-    async def _open(self, messages: list[Message], params: SamplingParams) -> AsyncGenerator[Delta, None]:
-        return self._frontend.generate([await self._frontend.encode_chat(messages)], params)
+    async def _open(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[Delta, None]:
+        ids = await self._frontend.encode(prompt) if isinstance(prompt, str) else prompt
+        return self._frontend.generate([ids], params)
 
     async def _answer_chats(
         self, chats: list[Any], params: list[SamplingParams], progress: bool

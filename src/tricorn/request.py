@@ -122,9 +122,10 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one step brought to one request: new token ids and, at the end, why it ended.
 
     `token_ids` holds every sampled id in order, end-of-sequence and stop tokens included. `logprobs` has one entry per
-    id when asked for. `prompt_logprobs` comes once, with the first output: one entry per prompt token, None for the first and those not asked for.
-    `cached_tokens` is how many prompt tokens came from the prefix cache. `error` goes with reason "error", `timings`
-    with any, and with the first ids. Reason "timeout": its deadline passed, in the queue (no ids were ever sent) or while it ran.
+    id when asked for. `prompt_logprobs` comes once, with the first output: one entry per prompt token, None for the
+    first and for those not asked for. `cached_tokens` is how many prompt tokens came from the prefix cache. `error`
+    goes with reason "error", `timings` with any, and with the first ids. Reason "timeout": its deadline passed, in the
+    queue (no ids were ever sent) or while it ran.
     """
 
     id: str

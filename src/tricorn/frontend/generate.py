@@ -244,14 +244,17 @@ class Frontend:
         check_text(text, CHARACTERS_PER_TOKEN * self.context)
         return await self._in_thread(work)
 
-    async def encode_chat(self, messages: list[Message], options: dict[str, Any] | None = None) -> list[int]:
-        """The ids of a conversation with the assistant's turn opened. `options` are further template variables."""
+    async def encode_chat(
+        self, messages: list[Message], options: dict[str, Any] | None = None, *, continuation: str = ""
+    ) -> list[int]:
+        """The ids of a conversation with the assistant's turn opened, and begun with `continuation`. `options` are
+        further template variables."""
         template = self.template
         if template is None:
             raise BadRequest("this model has no chat template: use /v1/completions", "messages", "no_chat_template")
         messages = normalize(messages)
         limit = CHARACTERS_PER_TOKEN * self.context
-        return await self._in_thread(lambda: template.encode(messages, options, limit=limit))
+        return await self._in_thread(lambda: template.encode(messages, options, limit=limit, continuation=continuation))
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         """Off the event loop: a long prompt must not make others wait."""

@@ -73,14 +73,20 @@ class ChatTemplate:
             raise BadRequest(f"the chat template cannot render these messages: {error}", "messages") from error
 
     def encode(
-        self, messages: list[Message], options: dict[str, Any] | None = None, *, limit: int | None = None
+        self,
+        messages: list[Message],
+        options: dict[str, Any] | None = None,
+        *,
+        limit: int | None = None,
+        continuation: str = "",
     ) -> list[int]:
-        """The prompt's ids, with the markers of the template and none from the content of a message.
+        """The prompt's ids, with the markers of the template and none from the content of a message. The assistant's
+        turn begins with `continuation`.
 
         No BOS is added: a template writes its own. Raises BadRequest for a text above `limit` characters.
         """
         shielded = [_shield(message, self._tokenizer) for message in messages]
-        text = self.render(shielded, _shield(options or {}, self._tokenizer))
+        text = self.render(shielded, _shield(options or {}, self._tokenizer)) + self._tokenizer.shield(continuation)
         check_text(text, limit)
         return self._tokenizer.encode_shielded(text)
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Coroutine
-from contextlib import aclosing
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,10 +32,11 @@ from tricorn.server.admin import check_admin
 from tricorn.server.answers import Fields, Prompt
 from tricorn.server.errors import HttpError, printable, too_late
 from tricorn.server.exchange import Endpoint, Exchange, HeaderLimit, request_id
+from tricorn.server.generation import Generations, unserved
 from tricorn.server.journal import Journal
 from tricorn.server.loading import answer_ready
 from tricorn.server.logs import Format, Level
-from tricorn.server.metrics import Metrics, Watch
+from tricorn.server.metrics import Metrics
 from tricorn.server.tracing import Tracing
 
 CONTEXTS = 16
@@ -109,8 +109,7 @@ class Job:
     echo: bool
     ids: bool
     usage: bool
-    deltas: AsyncGenerator[Delta, None]
-    watch: Watch
+    deltas: AsyncIterator[Delta]
 
     @property
     def choices(self) -> int:
@@ -124,15 +123,12 @@ class Api:
         info = frontend.client.info
         self.metrics = Metrics(options.name, info)
         self.journal = Journal(options.name, tracing)
-        self.draining = False
-        """Whether new requests are refused, so that the server may stop when the last one has ended."""
         self._frontend = frontend
         self._options = options
         self._name = options.name
         self._created = int(time.time())
-        self._running: set[Exchange] = set()
         tokens = options.max_waiting_tokens
-        self._gate = Gate(
+        gate = Gate(
             info.max_sequences,
             GateOptions(
                 max_waiting=options.max_waiting,
@@ -140,34 +136,18 @@ class Api:
                 max_wait=options.max_wait,
             ),
         )
-
-    @property
-    def status(self) -> str:
-        """ "ready", or why not: "draining", or that of the engine."""
-        engine = self._frontend.client.status
-        if engine == "dead" or not self.draining:
-            return "loading" if engine == "starting" else engine
-        return "draining"
-
-    @property
-    def busy(self) -> bool:
-        """Whether a generation is under way."""
-        return bool(self._running)
-
-    def cut(self) -> None:
-        """Ends the generations that are under way with an error."""
-        for exchange in self._running:
-            exchange.cut()
+        self.work = Generations(frontend, gate, self.metrics, options.name, options.drain_seconds)
 
     # --- generation
 
     async def chat(self, exchange: Exchange) -> None:
         body = await exchange.body()  # even to be refused: a client that is still sending hears no answer
-        self._open()
+        self.work.open()
         sampling, chat, params = schema.read_chat(body)
         service = self._service(exchange, sampling)
-        with await self._admit(sampling.model, params.n) as ticket:
-            await self._work(exchange, self._chat(exchange, ticket, sampling, chat, params, service), service)
+        with await self.work.admit(sampling.model, params.n) as ticket:
+            work = self._chat(exchange, ticket, sampling, chat, params, service)
+            await self.work.perform(exchange, work, service.deadline)
 
     async def _chat(
         self,
@@ -178,20 +158,21 @@ class Api:
         params: SamplingParams,
         service: Service,
     ) -> None:
-        ids = await self._frontend.encode_chat(chat.messages, chat.chat_template_kwargs)
+        messages, begun = chat.conversation
+        ids = await self._frontend.encode_chat(messages, chat.chat_template_kwargs, continuation=begun)
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         head = answers.header(kind, "chatcmpl", self._name)
         await self._run(exchange, ticket, body, [Prompt(ids)], params, head, service, chat=True, echo=False)
 
     async def completions(self, exchange: Exchange) -> None:
         body = await exchange.body()
-        self._open()
+        self.work.open()
         sampling, completion, params = schema.read_completion(body)
         prompts = schema.prompts(completion)
         service = self._service(exchange, sampling)
-        with await self._admit(sampling.model, len(prompts) * params.n) as ticket:
+        with await self.work.admit(sampling.model, len(prompts) * params.n) as ticket:
             work = self._complete(exchange, ticket, sampling, completion, prompts, params, service)
-            await self._work(exchange, work, service)
+            await self.work.perform(exchange, work, service.deadline)
 
     async def _complete(
         self,
@@ -227,61 +208,11 @@ class Api:
         chat: bool,
         echo: bool,
     ) -> None:
-        lengths = [len(prompt.ids) for prompt in prompts]
-        deltas = self._frontend.generate([prompt.ids for prompt in prompts], params, service=service)
-        ticket.queue(sum(lengths), await self._frontend.client.stats())
-        exchange.entry.phase, exchange.entry.answer_id = "waiting", head["id"]
-        limit = min(params.max_tokens, self._frontend.context)
-        counted = msgspec.structs.replace(params, max_tokens=limit)
-        watch = Watch(self.metrics, exchange.entry, ticket, counted, lengths)
-        wants_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-        job = Job(prompts, params, head, chat, echo, bool(body.return_token_ids), wants_usage, deltas, watch)
-        failed = False
-        try:
-            async with aclosing(deltas):
-                await (self._stream(exchange, job) if body.stream else self._whole(exchange, job))
-        except Exception:
-            failed = True
-            raise
-        finally:
-            watch.end(failed)
-
-    async def _work(self, exchange: Exchange, work: Coroutine[Any, Any, None], service: Service) -> None:
-        """Runs a generation that was let in."""
-        exchange.entry.phase = "tokenizing"
-        self._running.add(exchange)
-        try:
-            await exchange.while_connected(work, service.deadline)
-        finally:
-            self._running.discard(exchange)
-
-    def _open(self) -> None:
-        """Raises HttpError 503 when nothing new is taken. A request that comes while the engine is being restarted
-        waits for it.
-        """
-        if self.status == "draining":
-            raise HttpError(
-                503,
-                "the server is about to stop: ask another one, or this one again later",
-                code="shutting_down",
-                retry_after=self._options.drain_seconds,
-                close=True,
-            )
-        if self.status == "dead":
-            raise HttpError(503, "the engine is not running", code="engine_unavailable", retry_after=5)
-
-    async def _admit(self, model: str | None, sequences: int) -> Ticket:
-        """Lets a request in before any work is spent on its prompt, or refuses it. Raises HttpError or Refused."""
-        if model is not None and model != self._name:
-            raise HttpError(404, f"the model {printable(model, 80)!r} is not served here: use {self._name!r}", "model")
-        if sequences > self._gate.capacity:
-            raise HttpError(
-                400,
-                f"the request asks for {sequences} sequences; this server holds at most {self._gate.capacity}",
-                "n",
-                "too_many_sequences",
-            )
-        return self._gate.enter(sequences, await self._frontend.client.stats())
+        usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        ids = [prompt.ids for prompt in prompts]
+        async with self.work.run(exchange, ticket, ids, params, service, head["id"]) as deltas:
+            job = Job(prompts, params, head, chat, echo, bool(body.return_token_ids), usage, deltas)
+            await (self._stream(exchange, job) if body.stream else self._whole(exchange, job))
 
     def _service(self, exchange: Exchange, body: schema.Sampling) -> Service:
         timeout = body.timeout if body.timeout is not None else headers.timeout(exchange.header(b"x-request-timeout"))
@@ -296,10 +227,9 @@ class Api:
     async def _whole(self, exchange: Exchange, job: Job) -> None:
         collected: list[list[Delta]] = [[] for _ in range(job.choices)]
         async for delta in job.deltas:
-            job.watch.delta(delta)
             collected[delta.index].append(delta)
         deltas = [join(group) for group in collected]
-        if all(_unserved(delta) for delta in deltas):
+        if all(unserved(delta) for delta in deltas):
             raise too_late()
         choices = [self._choice(job, delta, streamed=False, first=True) for delta in deltas]
         await exchange.answer_json({**job.head, "choices": choices, "usage": self._usage(job, deltas)})
@@ -309,7 +239,6 @@ class Api:
         cached = [0] * job.choices
         unsent: list[Fields] = []
         async for delta in job.deltas:
-            job.watch.delta(delta)
             first = last[delta.index] is None
             last[delta.index] = delta
             cached[delta.index] = max(cached[delta.index], delta.cached_tokens)
@@ -318,11 +247,11 @@ class Api:
                 opening = {"index": delta.index, "delta": {"role": "assistant", "content": ""}}
                 unsent.append({**job.head, "choices": [{**opening, "logprobs": None, "finish_reason": None}]})
             unsent.append({**job.head, "choices": [choice]})
-            if not _unserved(delta):  # as long as there is nothing to show, a status can still say so
+            if not unserved(delta):  # as long as there is nothing to show, a status can still say so
                 await exchange.events(*unsent)
                 unsent.clear()
         ended = [delta for delta in last if delta is not None]
-        if all(map(_unserved, ended)):
+        if all(map(unserved, ended)):
             raise too_late()
         if job.usage:
             unsent.append({**job.head, "choices": [], "usage": self._usage(job, ended, cached)})
@@ -377,12 +306,12 @@ class Api:
             raise HttpError(404, f"the model {printable(wanted, 80)!r} is not served here", "model")
 
     async def health(self, exchange: Exchange) -> None:
-        if self.status == "dead":
+        if self.work.status == "dead":
             raise HttpError(503, "the engine is not running", code="engine_unavailable")
         await exchange.answer_json({"status": "ok"})
 
     async def ready(self, exchange: Exchange) -> None:
-        await answer_ready(exchange, self.status)
+        await answer_ready(exchange, self.work.status)
 
     async def exposition(self, exchange: Exchange) -> None:
         client = self._frontend.client
@@ -393,9 +322,9 @@ class Api:
     async def debug_state(self, exchange: Exchange) -> None:
         """Everything that lives here. Without the text of any prompt; ids of requests are the clients' own."""
         check_admin(exchange.header(b"authorization"), self._options.admin_key, self._options.host)
-        gate = self._gate
+        gate = self.work.gate
         server = {
-            "status": self.status,
+            "status": self.work.status,
             "requests": self.journal.live(),
             "gate": {
                 "sequences": gate.sequences,
@@ -414,8 +343,3 @@ class Api:
                 return await self._frontend.client.state()
         except (TimeoutError, TricornError):
             return None
-
-
-def _unserved(delta: Delta) -> bool:
-    """Whether a choice ended because its time was over before it had begun."""
-    return delta.finish_reason == "timeout" and delta.completion_tokens == 0

@@ -92,6 +92,15 @@ class Chat(msgspec.Struct, frozen=True):
     top_logprobs: Alternatives | None = None
     max_completion_tokens: Count | None = None
     chat_template_kwargs: Annotated[dict[str, str | int | float | bool | None], Meta(max_length=32)] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+
+    @property
+    def conversation(self) -> tuple[list[dict[str, Any]], str]:
+        """The messages before the answer, and the text with which it begins."""
+        if not self.continue_final_message:
+            return self.messages, ""
+        return self.messages[:-1], self.messages[-1]["content"]
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -100,6 +109,7 @@ class Completion(msgspec.Struct, frozen=True):
     prompt: str | list[str | int | list[int]]
     logprobs: Alternatives | None = None
     echo: bool | None = None
+    prompt_logprobs_start: Count | None = None
     parse_special: bool | None = None
 
 
@@ -116,11 +126,9 @@ _NEVER = (
 
 REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(_NEVER, ()),
-    "add_generation_prompt": (True,),
     "audio": (),
     "bad_words": ([],),
     "best_of": (1,),
-    "continue_final_message": (False,),
     "dry_multiplier": (0,),
     "function_call": ("none", "auto"),
     "length_penalty": (1,),
@@ -153,8 +161,24 @@ def read_chat(body: bytes) -> tuple[Sampling, Chat, SamplingParams]:
         raise HttpError(400, "max_tokens and max_completion_tokens differ: set one", "max_tokens", "invalid_value")
     for name in (chat.chat_template_kwargs or {}).keys() & RESERVED:
         raise HttpError(400, f"chat_template_kwargs must not set {name}", "chat_template_kwargs", "invalid_value")
+    _check_continuation(chat)
     max_tokens = sampling.max_tokens if chat.max_completion_tokens is None else chat.max_completion_tokens
     return sampling, chat, _params(sampling, max_tokens, (chat.top_logprobs or 0) if chat.logprobs else None)
+
+
+def _check_continuation(chat: Chat) -> None:
+    """An answer either begins a turn of the assistant or goes on with one."""
+    name = "continue_final_message"
+    if chat.continue_final_message and chat.add_generation_prompt:
+        raise HttpError(400, f"{name} and add_generation_prompt contradict each other", name, "invalid_value")
+    if chat.add_generation_prompt is False and not chat.continue_final_message:
+        message = f"add_generation_prompt may be false only with {name}"
+        raise HttpError(400, message, "add_generation_prompt", "unsupported_parameter")
+    last = chat.messages[-1]
+    if chat.continue_final_message and not (last.get("role") == "assistant" and isinstance(last.get("content"), str)):
+        raise HttpError(400, f"{name} needs a last message of the assistant, with text", name, "invalid_value")
+    if chat.continue_final_message and len(chat.messages) == 1:
+        raise HttpError(400, f"{name} needs a message before the last", name, "invalid_value")
 
 
 def read_completion(body: bytes) -> tuple[Sampling, Completion, SamplingParams]:
@@ -164,7 +188,8 @@ def read_completion(body: bytes) -> tuple[Sampling, Completion, SamplingParams]:
     max_tokens = 16 if sampling.max_tokens is None else sampling.max_tokens
     params = _params(sampling, max_tokens, completion.logprobs)
     if completion.echo:
-        params = msgspec.structs.replace(params, prompt_logprobs=completion.logprobs)
+        start = completion.prompt_logprobs_start or 0
+        params = msgspec.structs.replace(params, prompt_logprobs=completion.logprobs, prompt_logprobs_start=start)
     return sampling, completion, params
 
 
