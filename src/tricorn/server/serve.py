@@ -25,7 +25,8 @@ from tricorn.engine.options import EngineOptions
 from tricorn.engine.process import EngineProcess
 from tricorn.frontend.generate import EngineClient, Frontend, load_text
 from tricorn.request import TricornError
-from tricorn.server.app import Api, ServerOptions, create_app
+from tricorn.server.app import ServerOptions, create_app
+from tricorn.server.generation import Generations
 from tricorn.server.loading import Door
 from tricorn.server.logs import configure
 from tricorn.server.protocol import BoundedHttp
@@ -197,17 +198,17 @@ class Serving:
 
     async def _serve(self, frontend: Frontend) -> int:
         app = create_app(frontend, self._options, self._tracing)
-        api: Api = app.state.api
+        work: Generations = app.state.api.work
         self._door.app = app
         try:
             while not self._server.started:
                 await asyncio.sleep(0.005)
             print(_greeting(self._options, self._listener.getsockname()[1]), flush=True)
-            while not self._signals and api.status != "dead":
+            while not self._signals and work.status != "dead":
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._signal.wait(), WATCH_SECONDS)
-            await self._drain(api)
-            if api.status == "dead":
+            await self._drain(work)
+            if work.status == "dead":
                 log.error("the engine died; the server stops")
                 return 1
             return 0
@@ -226,13 +227,13 @@ class Serving:
         if closing.done():
             closing.result()
 
-    async def _drain(self, api: Api) -> None:
+    async def _drain(self, work: Generations) -> None:
         """Waits for the generations under way, then ends what is left."""
-        api.draining = True
+        work.draining = True
         end = time.monotonic() + self._options.drain_seconds
-        while api.busy and self._signals < 2 and time.monotonic() < end:
+        while work.busy and self._signals < 2 and time.monotonic() < end:
             await asyncio.sleep(DRAIN_POLL_SECONDS)
-        api.cut()
+        work.cut()
 
 
 def _greeting(options: ServerOptions, port: int) -> str:
