@@ -43,9 +43,6 @@ MOST_ROUNDS = 10
 """The streams run again until all kills have been done, so often at most."""
 
 DISASTER_STREAMS = 8
-SPARE_BYTES = 64 << 10
-"""What an engine may still allocate when its memory is limited."""
-
 FILE_BYTES = 64 << 10
 """How long a file may become when the disk is full."""
 
@@ -124,9 +121,9 @@ async def _run(model: str, streams: int, kills: int, short: bool, seed: int, tel
         if broken := next((each.failure for each in wanted if each.failure), None):
             raise TricornError(f"a stream failed although nothing was done to it: {broken}")
         killed, main = await _kill(server, bodies, wanted, kills, random, tell)
-        for name, disaster in (("stopped", _stop), ("memory", _starve)):
-            tell(f"{len(few)} streams, {name}")
-            disasters[name] = await _disaster(server, few, wanted, disaster, random)
+        for name, disaster, chosen in (("stopped", _stop, few), ("memory", _starve, bodies)):
+            tell(f"{len(chosen)} streams, {name}")
+            disasters[name] = await _disaster(server, chosen, wanted, disaster, random)
     with tempfile.TemporaryDirectory(prefix="tricorn-drill-") as folder:
         async with _Server(model, "--kv-disk", folder, "--kv-disk-size", "256M") as server:
             tell(f"{len(few)} streams, disk full")
@@ -210,23 +207,23 @@ def _stop(server: _Server) -> None:
 
 
 def _starve(server: _Server) -> None:
-    """The engine may have little more memory than it has."""
-    pages = int(Path(f"/proc/{server.engine()}/statm").read_text().split()[0])
-    most = pages * resource.getpagesize() + SPARE_BYTES
-    resource.prlimit(server.engine(), resource.RLIMIT_AS, (most, most))
+    """The engine gets no more memory than it has."""
+    if engine := server.engine():
+        most = int(Path(f"/proc/{engine}/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.prlimit(engine, resource.RLIMIT_AS, (most, most))
 
 
 async def _fill(server: _Server, bodies: list[dict[str, Any]], wanted: list[Transcript]) -> Outcome:
-    """No file of the engine may grow any more. Lost as well when the disk tier does not stop writing."""
-    if not await server.metric("tricorn:disk_writing"):
-        raise TricornError("the disk tier does not write: is there room for 256 MB in the folder for temporary files?")
-    resource.prlimit(server.engine(), resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
+    """No file of the engine may grow any more. Raises TricornError when the disk tier does not notice."""
+    await server.until("tricorn:disk_writing", 1)
+    if engine := server.engine():  # 0 would be this process
+        resource.prlimit(engine, resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
     outcome = Outcome()
     for _ in range(2):  # after the first, the idle engine saves its pages
         outcome = _join(outcome, _compare(await _streams(server, bodies), wanted, 0))
-        await asyncio.sleep(1)
-    writing = int(await server.metric("tricorn:disk_writing"))
-    return msgspec.structs.replace(outcome, lost=outcome.lost + writing, deaths=await server.deaths())
+        await asyncio.sleep(0.5)
+    await server.until("tricorn:disk_writing", 0)
+    return msgspec.structs.replace(outcome, deaths=await server.deaths())
 
 
 def _compare(transcripts: list[Transcript], wanted: list[Transcript], deaths: int) -> Outcome:
@@ -272,8 +269,7 @@ class _Server:
         line = (await asyncio.wait_for(self._process.stdout.readline(), START_SECONDS)).decode()
         if not (found := re.search(r":(\d+)/v1", line)):
             await self._process.wait()
-            self._log.seek(0)
-            raise TricornError(f"the server did not start: {self._log.read().decode(errors='replace').strip()}")
+            raise TricornError(f"the server did not start: {self._said()}")
         self.port = int(found[1])
         return self
 
@@ -286,6 +282,11 @@ class _Server:
             self._process.kill()
             await self._process.wait()
         self._log.close()
+
+    def _said(self) -> str:
+        """What it wrote to standard error, at the end of it."""
+        self._log.seek(0)
+        return " ".join(self._log.read().decode(errors="replace")[-500:].split())
 
     def engine(self) -> int:
         """The engine process, the server's only child; 0 while there is none."""
@@ -320,6 +321,15 @@ class _Server:
 
     async def deaths(self) -> int:
         return int(await self.metric("tricorn:engine_deaths_total"))
+
+    async def until(self, name: str, value: float) -> None:
+        """Waits for a metric to have this value. Raises TricornError when it does not come to it."""
+        for _ in range(50):
+            if await self.metric(name) == value:
+                return
+            await asyncio.sleep(0.1)
+        found = await self.metric(name)
+        raise TricornError(f"{name} of the server should be {value:g}, it is {found:g}; its log: {self._said()}")
 
     async def metric(self, name: str) -> float:
         """The sum of a metric's series."""

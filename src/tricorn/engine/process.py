@@ -63,6 +63,7 @@ class EngineProcess:
         self._silent = 0  # counted in polls, so that this process may be stopped, or the machine sleep, for any time
         self._failure: str | None = None
         self._ready = False
+        self._unread: list[FromEngine] = []  # what came together with the word that it is ready
         self.heard = time.monotonic()
         """When the last message came."""
         self._process = subprocess.Popen(
@@ -85,8 +86,10 @@ class EngineProcess:
     def wait_ready(self) -> EngineInfo:
         """Raises Dead when it cannot start."""
         while True:
-            for message in self.receive():
+            messages = self.receive()
+            for index, message in enumerate(messages):
                 if isinstance(message, EngineInfo):
+                    self._unread = messages[index + 1 :]
                     self._requests.poll(1000, zmq.POLLOUT)  # the other socket may still be joining
                     self._ready = True
                     return message
@@ -94,6 +97,9 @@ class EngineProcess:
     def receive(self) -> list[FromEngine]:
         """Waits up to a second for messages. Raises Dead when the process has ended and there are none left, or when it
         shows no life."""
+        if self._unread:
+            messages, self._unread = self._unread, []
+            return messages
         pipe = self._process.stdout
         assert pipe is not None
         poller = zmq.Poller()
