@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 
@@ -53,17 +54,13 @@ class HttpError(Exception):
         if close:
             self.headers += ((b"connection", b"close"),)
 
+    def fields(self) -> dict[str, Any]:
+        """As the OpenAI API writes it."""
+        kind = TYPES.get(self.status, "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
     def body(self) -> bytes:
-        return msgspec.json.encode(
-            {
-                "error": {
-                    "message": self.message,
-                    "type": TYPES.get(self.status, "server_error"),
-                    "param": self.param,
-                    "code": self.code,
-                }
-            }
-        )
+        return msgspec.json.encode(self.fields())
 
 
 def too_late() -> HttpError:

@@ -11,6 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -62,14 +63,35 @@ def _traceparent(scope: Scope) -> str | None:
     return given[0].decode("latin-1") if len(given) == 1 else None
 
 
+@dataclass(frozen=True)
+class Dialect:
+    """How a protocol writes errors and streams: the JSON value of an error, the media type of a stream, and the bytes
+    of one of its messages.
+    """
+
+    error: Callable[[HttpError], Any]
+    media: bytes
+    frame: Callable[[Any], bytes]
+
+
+def event(value: Any) -> bytes:
+    """A server-sent event without a name."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+EVENTS = b"text/event-stream; charset=utf-8"
+OPENAI = Dialect(HttpError.fields, EVENTS, event)
+
+
 class Exchange:
     """A request and the way to answer it. `entry` is what the journal knows of it."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, route: str = "") -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, route: str = "", dialect: Dialect = OPENAI) -> None:
         self.entry = Entry(request_id(scope), route, _traceparent(scope))
         self._scope = scope
         self._receive = receive
         self._send = send
+        self._dialect = dialect
         self._started = False
         self._streaming = False
         self._work: asyncio.Future[None] | None = None
@@ -161,14 +183,13 @@ class Exchange:
         await self.answer(status, msgspec.json.encode(value), headers=headers)
 
     async def events(self, *values: Any) -> None:
-        """Sends each value as one server-sent event; the first call opens the stream."""
+        """Sends each value as one message of a stream; the first call opens it."""
         if not values:
             return
         if not self._streaming:
             self._streaming = True
-            kind = b"text/event-stream; charset=utf-8"
-            await self._open(200, (b"content-type", kind), (b"cache-control", b"no-cache"))
-        await self._write(b"".join(b"data: " + msgspec.json.encode(value) + b"\n\n" for value in values), more=True)
+            await self._open(200, (b"content-type", self._dialect.media), (b"cache-control", b"no-cache"))
+        await self._write(b"".join(map(self._dialect.frame, values)), more=True)
 
     async def end_events(self, last: bytes = b"data: [DONE]\n\n") -> None:
         await self._write(last, more=False)
@@ -184,17 +205,18 @@ class Exchange:
         await self._send(message)
 
     async def fail(self, error: HttpError) -> None:
-        """Answers with the error; in a stream that has begun, with an error event as its last."""
+        """Answers with the error; in a stream that has begun, with an error as its last message."""
         self.entry.error = error.code or "error"
+        fields = self._dialect.error(error)
         if self._streaming:
-            await self.end_events(b"data: " + error.body() + b"\n\n")
+            await self.end_events(self._dialect.frame(fields))
         elif not self._started:
-            await self.answer(error.status, error.body(), headers=error.headers)
+            await self.answer_json(fields, error.status, error.headers)
 
 
 class Endpoint:
     """An ASGI application around one handler: whatever goes wrong in it becomes an answer, and the journal and
-    `note_error` hear of it. `route` is how logs name it.
+    `note_error` hear of it. `route` is how logs name it, `dialect` how its errors and streams are written.
     """
 
     def __init__(
@@ -203,14 +225,16 @@ class Endpoint:
         handle: Callable[[Exchange], Awaitable[None]],
         journal: Journal,
         note_error: Callable[[HttpError], None],
+        dialect: Dialect = OPENAI,
     ) -> None:
         self._route = route
         self._handle = handle
         self._journal = journal
         self._note_error = note_error
+        self._dialect = dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        exchange = Exchange(scope, receive, send, self._route)
+        exchange = Exchange(scope, receive, send, self._route, self._dialect)
         with self._journal.follow(exchange.entry):
             try:
                 await self._handle(exchange)
