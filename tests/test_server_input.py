@@ -12,7 +12,7 @@ import pytest
 
 from test_frontend_text import BYTES
 from test_server_api import CHAT, CONTEXT, HI, VOCAB, ScriptedEngine, complete, drive, post, refused
-from tricorn.server import exchange, schema
+from tricorn.server import bodies, exchange, schema
 
 ENGINE = ScriptedEngine([5] * 9)
 
@@ -223,7 +223,7 @@ def test_deep_nesting(opening: str, closing: str) -> None:  # A-028
         unclosed = raw('"unknown": ' + opening * depth)
         assert refused(unclosed)["code"] == "too_deep"
     complete(ENGINE, unknown=json.loads("[" * 60 + "]" * 60), text='[{"' * 1000)
-    assert schema.depth(b'{"a": "[[[\\"[[", "b": [1, [2]]}') == 3
+    assert bodies.depth(b'{"a": "[[[\\"[[", "b": [1, [2]]}') == 3
 
 
 def test_large_bodies_and_headers() -> None:  # A-029

@@ -112,8 +112,8 @@ class Generations:
         watch = Watch(self._metrics, exchange.entry, ticket, counted, lengths)
         failed = False
         try:
-            async with aclosing(deltas), aclosing(_counted(deltas, watch)) as counted:
-                yield counted
+            async with aclosing(deltas), aclosing(_counted(deltas, watch)) as watched:
+                yield watched
         except Exception:
             failed = True
             raise

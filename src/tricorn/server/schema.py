@@ -12,30 +12,24 @@ must agree when both are set.
 
 from __future__ import annotations
 
-import json
-import math
 import re
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
-import numpy as np
 from msgspec import Meta
 
 from tricorn.frontend.template import RESERVED
 from tricorn.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from tricorn.scheduler.limits import MAX_PIN_SECONDS, MAX_PRIORITY
+from tricorn.server.bodies import Refusals, check_form, decode
 from tricorn.server.errors import HttpError, printable
 from tricorn.server.headers import MAX_TIMEOUT
-
-T = TypeVar("T")
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
-MAX_DEPTH = 64
-"""Levels of nested lists and objects in a body."""
 MAX_TOKENS = 2**31 - 1
 
 Id = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
@@ -124,7 +118,7 @@ _NEVER = (
 )
 # fmt: on
 
-REFUSED: dict[str, tuple[Any, ...]] = {
+REFUSED: Refusals = {
     **dict.fromkeys(_NEVER, ()),
     "audio": (),
     "bad_words": ([],),
@@ -143,18 +137,15 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "typical_p": (1,),
     "use_beam_search": (False,),
 }
-"""Known fields that are not honoured, and the values with which they ask for nothing."""
-
 _sampling = msgspec.json.Decoder(Sampling)
 _chat = msgspec.json.Decoder(Chat)
 _completion = msgspec.json.Decoder(Completion)
-_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 def read_chat(body: bytes) -> tuple[Sampling, Chat, SamplingParams]:
     """A chat completion's body. Raises HttpError 400 naming the field at fault."""
-    _check_form(body)
-    sampling, chat = _decode(_sampling, body), _decode(_chat, body)
+    check_form(body, REFUSED)
+    sampling, chat = decode(_sampling, body), decode(_chat, body)
     if chat.top_logprobs is not None and not chat.logprobs:
         raise HttpError(400, "top_logprobs needs logprobs to be true", "top_logprobs", "invalid_value")
     if chat.max_completion_tokens is not None and sampling.max_tokens not in (None, chat.max_completion_tokens):
@@ -183,8 +174,8 @@ def _check_continuation(chat: Chat) -> None:
 
 def read_completion(body: bytes) -> tuple[Sampling, Completion, SamplingParams]:
     """A plain completion's body. Raises HttpError 400 naming the field at fault."""
-    _check_form(body)
-    sampling, completion = _decode(_sampling, body), _decode(_completion, body)
+    check_form(body, REFUSED)
+    sampling, completion = decode(_sampling, body), decode(_completion, body)
     max_tokens = 16 if sampling.max_tokens is None else sampling.max_tokens
     params = _params(sampling, max_tokens, completion.logprobs)
     if completion.echo:
@@ -255,74 +246,3 @@ def _bias(entries: dict[str, float]) -> dict[int, float]:
         if not re.fullmatch(r"-?[0-9]{1,10}", key):
             raise HttpError(400, f"logit_bias: {printable(key, 40)!r} is not a token id", "logit_bias", "invalid_value")
     return {int(key): value for key, value in entries.items()}
-
-
-# --- what every body must satisfy
-
-_STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
-_STEPS = bytes(1 if byte in b"[{" else 255 for byte in range(256))
-_NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
-
-
-def depth(body: bytes) -> int:
-    """How deep lists and objects are nested, found without recursion."""
-    steps = _STRING.sub(b"", body).translate(_STEPS, _NOT_BRACKETS)
-    return int(np.cumsum(np.frombuffer(steps, np.int8), dtype=np.int32).max(initial=0))
-
-
-def _check_form(body: bytes) -> None:
-    """Refuses what is not UTF-8, nests too deep, or carries a field that would be ignored silently."""
-    try:
-        body.decode()
-    except UnicodeDecodeError as error:
-        raise HttpError(400, f"the body is not UTF-8 (byte {error.start})", code="invalid_encoding") from None
-    if body.count(b"[") + body.count(b"{") > MAX_DEPTH and depth(body) > MAX_DEPTH:
-        raise HttpError(400, f"the body is nested deeper than {MAX_DEPTH} levels", code="too_deep")
-    fields = _decode(_fields, body)
-    for name in fields.keys() & REFUSED.keys():
-        value = msgspec.json.decode(fields[name])
-        if value is not None and not any(value == neutral for neutral in REFUSED[name]):
-            raise HttpError(400, f"{name} is not supported: leave it out", name, "unsupported_parameter")
-
-
-def _decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from None
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise _malformed(body, error) from None
-
-
-def _invalid(message: str) -> HttpError:
-    """From msgspec's "Expected `int`, got `str` - at `$.n`" to a message that begins with the field."""
-    what, _, path = message.partition(" - at `$")
-    path = path.rstrip("`").lstrip(".")
-    missing = re.search(r"missing required field `(\w+)`", what)
-    param = missing[1] if missing else re.split(r"[.\[]", path, maxsplit=1)[0] or None
-    text = f"{path}: {what[0].lower()}{what[1:]}" if path else f"the body: {what[0].lower()}{what[1:]}"
-    return HttpError(400, printable(text), param, "invalid_type" if "got" in what else "invalid_value")
-
-
-def _malformed(body: bytes, error: Exception) -> HttpError:
-    """Names the field that holds NaN, Infinity or a lone surrogate, which strict JSON does not know but other writers
-    produce.
-    """
-    try:
-        fields = json.loads(body)
-        for name, value in fields.items():
-            if _not_json(value):
-                return HttpError(400, f"{printable(name, 40)}: NaN, Infinity and lone surrogates are not JSON", name)
-    except (ValueError, RecursionError, AttributeError):
-        pass
-    return HttpError(400, f"the body is not valid JSON: {error}", code="invalid_json")
-
-
-def _not_json(value: Any) -> bool:
-    if isinstance(value, float):
-        return not math.isfinite(value)
-    if isinstance(value, str):
-        return any("\ud800" <= letter <= "\udfff" for letter in value)
-    if isinstance(value, dict):
-        return any(map(_not_json, (*value.keys(), *value.values())))
-    return isinstance(value, list) and any(map(_not_json, value))
