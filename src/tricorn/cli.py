@@ -302,6 +302,34 @@ def bench_quality(
         print(msgspec.json.encode({"rows": rows}).decode())
 
 
+@bench.command("grammar")
+def bench_grammar(
+    data: Annotated[Path, typer.Option(help="JSON lines (.gz or not): a schema and tests with `valid` and `data`.")],
+    model: ModelOption = DEFAULT_MODEL,
+    refusals: Annotated[Path | None, typer.Option(help="Write why schemas and instances were refused here.")] = None,
+    json: Json = False,
+) -> None:
+    """Measure which JSON schemas can be enforced, whether their instances are judged rightly, and what masks cost."""
+    import msgspec
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from tricorn.bench import grammar
+
+    cases, console = grammar.read(data), Console(stderr=True)
+    lines: list[str] = []
+    with Progress(console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("compiling", total=len(cases))
+        report = grammar.measure(model, cases, lambda index: progress.update(task, completed=index + 1), lines)
+    if refusals is not None:
+        refusals.write_text("".join(f"{line}\n" for line in lines))
+    if json:
+        print(msgspec.json.encode(report).decode())
+    else:
+        for name, value in msgspec.to_builtins(report).items():
+            print(f"{name:16} {value}")
+
+
 @bench.command("simulate")
 def bench_simulate(
     seeds: Annotated[int, typer.Option(help="Seeds, each with a configuration of its own.", min=1)] = 50,
@@ -434,6 +462,63 @@ def drill(
         Console().print(table)
         print("passed" if report.ok else "FAILED")
     raise typer.Exit(0 if report.ok else 1)
+
+
+@bench.command("storm")
+def bench_storm(
+    model: ModelOption = DEFAULT_MODEL,
+    seconds: Annotated[float, typer.Option(help="How long each storm lasts.", min=1)] = 120.0,
+    seed: Annotated[int, typer.Option(help="Of the requests and their arrivals.", min=1)] = 1,
+    json: Json = False,
+) -> None:
+    """Offer a server three times what it can do: what is left of its throughput, with admission control and without."""
+    from tricorn.bench import storm
+
+    _report(storm.run(model, seconds, seed, _tell), json)
+
+
+@bench.command("stalls")
+def bench_stalls(
+    model: ModelOption = DEFAULT_MODEL,
+    seconds: Annotated[float, typer.Option(help="How long prompts arrive.", min=1)] = 40.0,
+    prompt: Annotated[int, typer.Option(help="Tokens of the prompts that arrive back to back.", min=64)] = 4000,
+    seed: Annotated[int, typer.Option(help="Of the prompts.", min=1)] = 1,
+    json: Json = False,
+) -> None:
+    """Measure the gaps between the tokens of 8 streams while long prompts arrive back to back."""
+    from tricorn.bench import stalls
+
+    _report(stalls.run(model, seconds, seed, _tell, prompt, prompt * 3 // 2), json)
+
+
+@bench.command("soak")
+def bench_soak(
+    model: ModelOption = DEFAULT_MODEL,
+    minutes: Annotated[float, typer.Option(help="How long.", min=0.05)] = 10.0,
+    seed: Annotated[int, typer.Option(help="Of the traffic.", min=1)] = 1,
+    json: Json = False,
+) -> None:
+    """Send a server random traffic, right and wrong, kill its engine now and then, and check the books each minute."""
+    from tricorn.bench import soak
+
+    _report(soak.run(model, minutes, seed, _tell), json)
+
+
+def _tell(line: str) -> None:
+    """Progress, where it is not in the way of the result."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _report(report: object, json: bool) -> None:
+    """Prints a struct with a field `ok`, and ends with code 1 when that is false."""
+    import msgspec
+
+    if json:
+        print(msgspec.json.encode(report).decode())
+    else:
+        print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+    if not report.ok:  # type: ignore[attr-defined]
+        raise typer.Exit(1)
 
 
 def _engine_options(path: Path, threads: int | None, kv_type: str, kv_bytes: str | None, **others: object):  # type: ignore[no-untyped-def]
