@@ -67,7 +67,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What the drill came to. `lost` streams broke off or ended with an error, `mismatched` ones ended with something
-    else than undisturbed; `longest_pause_s` is the longest time between two events of a stream, in seconds."""
+    else than undisturbed; `longest_pause_s` is the longest time between two events of a stream, in seconds, which may
+    span several deaths."""
 
     streams: int
     kills: int
@@ -143,7 +144,7 @@ def _body(random: Random, short: bool) -> dict[str, Any]:
     """A request: greedy or sampled, of any length, some with logprobs, penalties or a stop."""
     body: dict[str, Any] = {
         "prompt": " ".join(random.choices(WORDS, k=random.randint(2, 40 if short else 120))),
-        "max_tokens": random.randint(24, 48) if short else random.randint(24, 120),
+        "max_tokens": random.randint(24, 48) if short else random.randint(48, 192),
         "temperature": random.choice([0.0, 0.7, 1.0]),
         "seed": random.getrandbits(32),
         "ignore_eos": random.random() < 0.8,
