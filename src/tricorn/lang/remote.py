@@ -119,6 +119,7 @@ class Server:
             return _read(response)
 
     def _stream(self, path: str, body: Fields) -> Pieces:
+        meta: Meta | None = None
         reason: str | None = None
         stopped: str | int | None = None
         with self._open("POST", path, {"model": self._model, **body}) as response, closing(_events(response)) as events:
@@ -132,9 +133,10 @@ class Server:
                     if text:
                         yield Piece(text)
                 if event.get("usage"):
-                    yield Piece("", Meta(*_usage(event["usage"]), reason, stopped))
-                    return
-        raise TricornError(f"{self._host}: the stream ended without its usage")
+                    meta = Meta(*_usage(event["usage"]), reason, stopped)
+        if meta is None:
+            raise TricornError(f"{self._host}: the stream ended without its usage")
+        yield Piece("", meta)
 
     @contextmanager
     def _open(self, method: str, path: str, body: Fields | None) -> Iterator[http.client.HTTPResponse]:

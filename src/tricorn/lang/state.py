@@ -49,11 +49,11 @@ class Run:
         program's."""
         for state in self.states:
             state.settle()
-        self.thread = None
         for state in self.states:
             if (error := state.unheard) is not None:
                 self.states[0].fail(error)
-            state.wake()
+        self.thread = None
+        self.states[0].wake()
 
 
 class Cancelled(TricornError):
@@ -335,6 +335,7 @@ class State:
 
     @property
     def unheard(self) -> BaseException | None:
+        """The error that stopped this state, unless somebody was told of it."""
         return None if self._told else self._error
 
     def settle(self) -> None:
@@ -343,6 +344,7 @@ class State:
             self._changed.wait_for(self._idle)
 
     def wake(self) -> None:
+        """Has everybody who waits look again."""
         with self._changed:
             self._changed.notify_all()
 
