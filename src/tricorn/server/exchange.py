@@ -65,13 +65,14 @@ def _traceparent(scope: Scope) -> str | None:
 
 @dataclass(frozen=True)
 class Dialect:
-    """How a protocol writes errors and streams: the JSON value of an error, the media type of a stream, and the bytes
-    of one of its messages.
+    """How a protocol writes errors and streams: the JSON value of an error, the media type of a stream, the bytes of
+    one of its messages, and the header in which its clients look for the id of a request.
     """
 
     error: Callable[[HttpError], Any]
     media: bytes
     frame: Callable[[Any], bytes]
+    id_header: bytes = b"x-request-id"
 
 
 def event(value: Any) -> bytes:
@@ -197,7 +198,8 @@ class Exchange:
     async def _open(self, status: int, *headers: tuple[bytes, bytes]) -> None:
         self._started = True
         self.entry.status = status
-        fields = [*headers, (b"x-request-id", self.entry.id.encode())]
+        names = {b"x-request-id", self._dialect.id_header}
+        fields = [*headers, *((name, self.entry.id.encode()) for name in names)]
         await self._send({"type": "http.response.start", "status": status, "headers": fields})
 
     async def _write(self, data: bytes, *, more: bool) -> None:

@@ -11,7 +11,7 @@ and inside `answer` iterates `async with work.run(exchange, ticket, ...) as delt
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -19,10 +19,14 @@ import msgspec
 
 from tricorn.engine.gate import Gate, Ticket
 from tricorn.frontend.generate import Delta, Frontend
-from tricorn.request import SamplingParams, Service
+from tricorn.request import Namespace, SamplingParams, Service
+from tricorn.server import headers
 from tricorn.server.errors import HttpError, printable
 from tricorn.server.exchange import Exchange
 from tricorn.server.metrics import Metrics, Watch
+
+Routes = tuple[tuple[str, str, Callable[[Exchange], Awaitable[None]]], ...]
+"""Method, path, handler."""
 
 
 class Generations:
@@ -71,10 +75,14 @@ class Generations:
         if self.status == "dead":
             raise HttpError(503, "the engine is not running", code="engine_unavailable", retry_after=5)
 
-    async def admit(self, model: str | None, sequences: int = 1) -> Ticket:
-        """Lets a request in before any work is spent on its prompt, or refuses it. Raises HttpError or Refused."""
+    def check_model(self, model: str | None) -> None:
+        """Raises HttpError 404 for a name that is not the model's. None is any."""
         if model is not None and model != self.name:
             raise HttpError(404, f"the model {printable(model, 80)!r} is not served here: use {self.name!r}", "model")
+
+    async def admit(self, model: str | None, sequences: int = 1) -> Ticket:
+        """Lets a request in before any work is spent on its prompt, or refuses it. Raises HttpError or Refused."""
+        self.check_model(model)
         if sequences > self.gate.capacity:
             raise HttpError(
                 400,
@@ -125,6 +133,16 @@ async def _counted(deltas: AsyncGenerator[Delta, None], watch: Watch) -> AsyncGe
     async for delta in deltas:
         watch.delta(delta)
         yield delta
+
+
+def service_of(exchange: Exchange, timeout: float | None = None) -> Service:
+    """How a request asks to be served by its headers. `timeout`, in seconds, is that of its body."""
+    if timeout is None:
+        timeout = headers.timeout(exchange.header(b"x-request-timeout"))
+    return Service(
+        namespace=Namespace(tenant=headers.tenant(exchange.header(b"x-tenant"))),
+        deadline=None if timeout is None else exchange.entry.started + timeout,
+    )
 
 
 def unserved(delta: Delta) -> bool:

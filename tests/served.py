@@ -1,0 +1,57 @@
+"""A real server of a real engine file, as a process of its own, for the clients of each protocol."""
+
+from __future__ import annotations
+
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+START_SECONDS = 60
+
+
+@dataclass(frozen=True)
+class Served:
+    """Where it listens, and the model's name."""
+
+    port: int
+    model: str = "small"
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+
+@contextmanager
+def served(engine: Path, *flags: str) -> Iterator[Served]:
+    """`tricorn serve` on a free port; it must end well."""
+    command = [sys.executable, "-m", "tricorn.cli", "serve", str(engine), "--port", "0", "--name", "small"]
+    limits = ["--threads", "1", "--kv-bytes", "16M", "--max-sequences", "8", "--log-level", "warning"]
+    process = subprocess.Popen([*command, *limits, *flags], stdout=subprocess.PIPE)
+    try:
+        yield Served(_port(process))
+    finally:
+        process.terminate()
+        code = process.wait(60)
+        assert process.stdout is not None
+        process.stdout.close()
+    assert code == 0
+
+
+def _port(process: subprocess.Popen[bytes]) -> int:
+    """Where it says that it listens, once it is ready."""
+    assert process.stdout is not None
+    end = time.monotonic() + START_SECONDS
+    output = b""
+    while not (found := re.search(rb"http://127\.0\.0\.1:(\d+)[/\s]", output)):
+        ready, _, _ = select.select([process.stdout], [], [], max(0.0, end - time.monotonic()))
+        assert ready, f"the server does not start: {output!r}"
+        part = process.stdout.read1(4096)  # type: ignore[attr-defined]
+        assert part, f"the server ended with {process.wait()}"
+        output += part
+    return int(found[1])
