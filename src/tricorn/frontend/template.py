@@ -47,6 +47,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except jinja2.TemplateError as error:
             raise TricornError(f"the model's chat template cannot be compiled: {error}") from error
+        self.source = source
         self._tokenizer = tokenizer
         self._tokens = {
             name: tokenizer.special.get(-1 if id is None else id, "")

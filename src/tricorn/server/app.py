@@ -1,7 +1,7 @@
 """The OpenAI-compatible API over a frontend.
 
 POST /v1/chat/completions, /v1/completions      streamed (server-sent events) and not
-POST /v1/messages                               see `anthropic`
+POST /v1/messages, /api/chat, ...               see `anthropic`, `ollama`
 GET  /v1/models, /v1/models/{id}                the one model served
 GET  /health                                    200 unless the engine is gone for good
 GET  /ready                                     200 when a request would be served at once, else 503
@@ -28,7 +28,7 @@ from tricorn.engine.gate import Gate, GateOptions, Ticket
 from tricorn.engine.messages import Survival
 from tricorn.frontend.generate import Delta, Frontend, join
 from tricorn.request import Namespace, SamplingParams, Service, TricornError
-from tricorn.server import answers, anthropic, headers, schema
+from tricorn.server import answers, anthropic, headers, ollama, schema
 from tricorn.server.admin import check_admin
 from tricorn.server.answers import Fields, Prompt
 from tricorn.server.errors import HttpError, printable, too_late
@@ -85,7 +85,10 @@ def create_app(frontend: Frontend, options: ServerOptions, tracing: Tracing | No
     ]
     routes += [
         Route(path, Endpoint(path, handle, api.journal, api.metrics.error, dialect), methods=[method])
-        for dialect, others in ((anthropic.DIALECT, anthropic.Anthropic(api.work).routes),)
+        for dialect, others in (
+            (anthropic.DIALECT, anthropic.Anthropic(api.work).routes),
+            (ollama.DIALECT, ollama.Ollama(api.work).routes),
+        )
         for method, path, handle in others
     ]
     app = FastAPI(openapi_url=None, routes=routes, redirect_slashes=False)

@@ -1,0 +1,341 @@
+"""The Ollama API.
+
+POST /api/chat, /api/generate     as lines of JSON (unless `stream` is false)
+POST /api/show                    what the model is
+GET  /api/tags, /api/ps           the one model served
+GET  /api/version
+
+Defaults of sampling are Ollama's, but for `repeat_penalty`, which is off and counts the whole text. A model is there as
+long as the server is: what asks to load or unload it succeeds and does nothing. Durations are in nanoseconds.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from tricorn import __version__
+from tricorn.engine.gate import Ticket
+from tricorn.frontend.generate import Delta, join
+from tricorn.request import SamplingParams, Service
+from tricorn.server import answers, schema
+from tricorn.server.bodies import Refusals, check_form, check_refused, decode
+from tricorn.server.errors import HttpError, too_late
+from tricorn.server.exchange import Dialect, Exchange
+from tricorn.server.generation import Generations, Routes, service_of, unserved
+
+Fields = dict[str, Any]
+
+
+def error(error: HttpError) -> Fields:
+    return {"error": error.message}
+
+
+def line(value: Any) -> bytes:
+    """One line of JSON."""
+    return msgspec.json.encode(value) + b"\n"
+
+
+DIALECT = Dialect(error, b"application/x-ndjson", line)
+
+# --- requests
+
+
+class Options(msgspec.Struct, frozen=True):
+    """What may change an answer. `num_predict` below 0 is as much as the context leaves; a `repeat_last_n` of 0 turns
+    the penalty off.
+    """
+
+    num_predict: Annotated[int, Meta(ge=-2, le=schema.MAX_TOKENS)] | None = None
+    temperature: Annotated[float, Meta(ge=0.0, le=2.0)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
+    repeat_penalty: Annotated[float, Meta(gt=0.0, le=10.0)] | None = None
+    repeat_last_n: Literal[-1, 0] | None = None
+    presence_penalty: schema.Penalty | None = None
+    frequency_penalty: schema.Penalty | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: schema.StopString | Annotated[list[schema.StopString], Meta(max_length=schema.MAX_STOPS)] | None = None
+
+    def params(self, logprobs: int | None) -> SamplingParams:
+        limit = -1 if self.num_predict is None else self.num_predict
+        return SamplingParams(
+            max_tokens=schema.MAX_TOKENS if limit < 0 else limit,
+            temperature=_given(self.temperature, 0.8),
+            top_k=max(0, _given(self.top_k, 40)),
+            top_p=_given(self.top_p, 0.9),
+            min_p=self.min_p or 0.0,
+            repetition_penalty=1.0 if self.repeat_last_n == 0 else _given(self.repeat_penalty, 1.0),
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            seed=self.seed,
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            logprobs=logprobs,
+        )
+
+
+def _given(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+class Call(msgspec.Struct, frozen=True):
+    """A call that the assistant has made."""
+
+    function: Fields
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One message of a chat."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    images: Annotated[list[Any], Meta(max_length=0)] | None = None
+    tool_calls: list[Call] | None = None
+    tool_name: str | None = None
+
+    @property
+    def message(self) -> Fields:
+        """As a chat template takes it."""
+        message = {"role": self.role, "content": self.content or ""}
+        calls = [{"type": "function", "function": call.function} for call in self.tool_calls or ()]
+        rest = {"tool_calls": calls, "name": self.tool_name, "reasoning_content": self.thinking}
+        return {**message, **{name: value for name, value in rest.items() if value}}
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """The fields that chat and generate share."""
+
+    model: Annotated[str, Meta(max_length=512)]
+    stream: bool | None = None
+    options: Options | None = None
+    logprobs: bool | None = None
+    top_logprobs: schema.Alternatives | None = None
+
+    @property
+    def params(self) -> SamplingParams:
+        return (self.options or Options()).params((self.top_logprobs or 0) if self.logprobs else None)
+
+
+class Chat(Ask, frozen=True, kw_only=True):
+    """The fields of /api/chat."""
+
+    messages: Annotated[list[Turn], Meta(max_length=schema.MAX_MESSAGES)] = []
+
+
+class Generate(Ask, frozen=True, kw_only=True):
+    """The fields of /api/generate. `raw` leaves the chat template out."""
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+
+
+class Named(msgspec.Struct, frozen=True):
+    """What asks about a model; older clients call it `name`."""
+
+    model: Annotated[str, Meta(max_length=512)] | None = None
+    name: Annotated[str, Meta(max_length=512)] | None = None
+
+
+class _Given(msgspec.Struct, frozen=True):
+    options: dict[str, msgspec.Raw] | None = None
+
+
+REFUSED: Refusals = {
+    "format": ("",),
+    "context": ([],),
+    "images": ([],),
+    "suffix": ("",),
+    "template": ("",),
+    "think": (False,),
+    "tools": ([],),
+}
+"""Constrained output would enter at `format`."""
+
+_OPENAI = {*schema.Sampling.__struct_fields__, *schema.REFUSED.keys()}
+
+REFUSED_OPTIONS: Refusals = {
+    **dict.fromkeys(_OPENAI - set(Options.__struct_fields__), ()),
+    "mirostat": (0,),
+    "penalize_newline": (True,),
+    "tfs_z": (1,),
+    "typical_p": (1,),
+}
+
+_chat = msgspec.json.Decoder(Chat)
+_generate = msgspec.json.Decoder(Generate)
+_named = msgspec.json.Decoder(Named)
+_given_options = msgspec.json.Decoder(_Given)
+
+
+def _check(body: bytes) -> None:
+    check_form(body, REFUSED)
+    check_refused(decode(_given_options, body).options or {}, REFUSED_OPTIONS, "options.")
+
+
+def bare(model: str) -> str:
+    """A model's name without the tag that says nothing."""
+    return model.removesuffix(":latest")
+
+
+# --- answers
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+class Ollama:
+    """The handlers."""
+
+    def __init__(self, work: Generations) -> None:
+        self._work = work
+        self._frontend = work.frontend
+        self._since = _now()
+
+    @property
+    def routes(self) -> Routes:
+        return (
+            ("POST", "/api/chat", self.chat),
+            ("POST", "/api/generate", self.generate),
+            ("POST", "/api/show", self.show),
+            ("GET", "/api/tags", self.tags),
+            ("GET", "/api/ps", self.ps),
+            ("GET", "/api/version", self.version),
+        )
+
+    async def chat(self, exchange: Exchange) -> None:
+        body = await exchange.body()
+        self._work.open()
+        _check(body)
+        ask = decode(_chat, body)
+        await self._serve(exchange, ask, loading=not ask.messages)
+
+    async def generate(self, exchange: Exchange) -> None:
+        body = await exchange.body()
+        self._work.open()
+        _check(body)
+        ask = decode(_generate, body)
+        await self._serve(exchange, ask, loading=not ask.prompt)
+
+    async def _serve(self, exchange: Exchange, ask: Chat | Generate, *, loading: bool) -> None:
+        if loading:
+            self._work.check_model(bare(ask.model))
+            await exchange.answer_json({**self._part(ask, ""), "done": True, "done_reason": "load"})
+            return
+        service = service_of(exchange)
+        with await self._work.admit(bare(ask.model)) as ticket:
+            await self._work.perform(exchange, self._answer(exchange, ticket, ask, service), service.deadline)
+
+    async def _answer(self, exchange: Exchange, ticket: Ticket, ask: Chat | Generate, service: Service) -> None:
+        ids = await self._encode(ask)
+        async with self._work.run(exchange, ticket, [ids], ask.params, service, "") as deltas:
+            if ask.stream is False:
+                delta = join([delta async for delta in deltas])
+                if unserved(delta):
+                    raise too_late()
+                await exchange.answer_json({**self._said(ask, delta), **self._end(exchange, delta)})
+                return
+            async for delta in deltas:
+                if unserved(delta):
+                    raise too_late()
+                if delta.text or delta.token_ids:
+                    await exchange.events(self._said(ask, delta))
+                if delta.finish_reason is not None:
+                    await exchange.events({**self._part(ask, ""), **self._end(exchange, delta)})
+            await exchange.end_events(b"")
+
+    async def _encode(self, ask: Chat | Generate) -> list[int]:
+        if isinstance(ask, Generate) and ask.raw:
+            return await self._frontend.encode(ask.prompt or "")
+        messages = _conversation(ask)
+        begun = ""
+        if len(messages) > 1 and messages[-1].keys() == {"role", "content"} and messages[-1]["role"] == "assistant":
+            begun = messages.pop()["content"]
+        return await self._frontend.encode_chat(messages, continuation=begun)
+
+    def _part(self, ask: Ask, text: str) -> Fields:
+        """A piece of an answer."""
+        head = {"model": ask.model, "created_at": _now(), "done": False}
+        if isinstance(ask, Chat):
+            return {**head, "message": {"role": "assistant", "content": text}}
+        return {**head, "response": text}
+
+    def _said(self, ask: Ask, delta: Delta) -> Fields:
+        part = self._part(ask, delta.text)
+        logprobs = answers.chat_logprobs(self._frontend.tokenizer, delta)
+        return part if logprobs is None else {**part, "logprobs": logprobs["content"]}
+
+    def _end(self, exchange: Exchange, delta: Delta) -> Fields:
+        """What the last object of an answer says besides."""
+        entry, now = exchange.entry, time.monotonic()
+        prefill = 0.0 if delta.timings is None else delta.timings.prefill
+        return {
+            "done": True,
+            "done_reason": delta.finish_reason,
+            "total_duration": _nanoseconds(now - entry.started),
+            "load_duration": 0,
+            "prompt_eval_count": entry.prompt_tokens,
+            "prompt_eval_duration": _nanoseconds(prefill),
+            "eval_count": delta.completion_tokens,
+            "eval_duration": _nanoseconds(0.0 if entry.first_token is None else now - entry.first_token),
+        }
+
+    # --- the model
+
+    async def show(self, exchange: Exchange) -> None:
+        body = await exchange.body()
+        check_form(body, {})
+        asked = decode(_named, body)
+        name = asked.model or asked.name
+        if name is None:
+            raise HttpError(400, "model is missing", "model")
+        self._work.check_model(bare(name))
+        info, template = self._frontend.client.info, self._frontend.template
+        await exchange.answer_json(
+            {
+                "modified_at": self._since,
+                "template": "" if template is None else template.source,
+                "details": self._details(),
+                "capabilities": ["completion"],
+                "model_info": {
+                    "general.name": info.model,
+                    "general.context_length": info.context,
+                    "general.vocabulary": info.vocab,
+                },
+            }
+        )
+
+    async def tags(self, exchange: Exchange) -> None:
+        await exchange.answer_json({"models": [self._card()]})
+
+    async def ps(self, exchange: Exchange) -> None:
+        info = self._frontend.client.info
+        await exchange.answer_json({"models": [{**self._card(), "context_length": info.context, "size_vram": 0}]})
+
+    async def version(self, exchange: Exchange) -> None:
+        await exchange.answer_json({"version": __version__})
+
+    def _card(self) -> Fields:
+        name = self._work.name
+        return {"name": name, "model": name, "modified_at": self._since, "details": self._details()}
+
+    def _details(self) -> Fields:
+        return {"format": "tricorn", "parent_model": "", "families": []}
+
+
+def _conversation(ask: Chat | Generate) -> list[Fields]:
+    if isinstance(ask, Chat):
+        return [turn.message for turn in ask.messages]
+    system = [{"role": "system", "content": ask.system}] if ask.system else []
+    return [*system, {"role": "user", "content": ask.prompt or ""}]
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
