@@ -248,27 +248,6 @@ def test_waiting_is_no_crime() -> None:
     assert len(ledger) == 3
 
 
-def test_deaths_in_quick_succession_starve_nobody() -> None:
-    """Each engine lives for 20 tokens, of the first that come to it: every stream goes on all the same."""
-    ledger = Ledger()
-    ids = [f"r{index}" for index in range(60)]
-    for id in ids:
-        ledger.open(request(id, 1000))
-    for due in ledger.due():
-        ledger.note([token(due.id, 0)])
-    last = dict.fromkeys(ids, 0)
-    for life in range(1, 40):
-        assert ledger.died() == []
-        queue = ledger.due()
-        for _ in range(20):
-            id = queue.pop(0).id
-            ledger.note([token(id, life)])
-            last[id] = life
-            queue += ledger.due()
-        assert min(last.values()) >= life - 12
-    assert len(ledger) == 60
-
-
 def test_the_end_of_one_on_trial_lets_the_next_come() -> None:
     ledger = Ledger()
     for id in "abc":

@@ -3,9 +3,8 @@
 A death counts against the requests that were with the engine and had not brought a token since it started. One that
 three deaths count against in a row is ended: a token proves that a request is not what kills the engine. So that no
 innocent comes to that, suspects are tried one at a time. First of all comes, alone, the one that the next death would
-end (there is one at most); then a few streams that the last engine left waiting, the longest first, so that deaths in
-quick succession starve nobody; then, together, those that had brought tokens; when each of them has brought another,
-the other suspects; newcomers wait until it is over.
+end (there is one at most); then, together, those that had brought tokens; when each of them has brought another, the
+other suspects; newcomers wait until it is over.
 
 Plain data, no clock and no threads: whoever calls has the lock, if there is to be one.
 """
@@ -20,9 +19,6 @@ from tricorn.request import Output, Request
 
 MOST_DEATHS = 3
 
-FIRST_TRIALS = 8
-"""So many suspects that have brought tokens once are tried before the others come back."""
-
 
 @dataclass(slots=True)
 class _Entry:
@@ -36,8 +32,6 @@ class _Entry:
     """Engines that it was sent to."""
     deaths: int = 0
     """Deaths that count against it, since its last token."""
-    proved: int = 0
-    """The number of the engine that brought its last token."""
     aborted: bool = False
 
 
@@ -52,9 +46,6 @@ class Ledger:
         """Of those sent, the ones that this engine has brought no token of."""
         self._trial: str | None = None
         """The suspect that the engine has now."""
-        self._trials = 0
-        """Suspects that it had so far."""
-        self._engines = 1
         self.resumed = 0
         """How often a request was sent to an engine again."""
         self.dropped = 0
@@ -77,13 +68,11 @@ class Ledger:
         suspects = [entry for entry in held if entry.deaths]
         if not suspects:
             return [self._send(entry) for entry in held]
-        next = min(suspects, key=lambda entry: (-entry.deaths, not entry.ids, entry.proved))
+        gravest = max(suspects, key=lambda entry: entry.deaths)  # the first of them
         proven = [entry for entry in held if entry.lives and not entry.deaths]
-        starved = bool(next.ids) and self._trials < FIRST_TRIALS
-        if not self._unproven and (next.deaths == MOST_DEATHS - 1 or starved or not proven):
-            self._trial = next.request.id
-            self._trials += 1
-            return [self._send(next)]
+        if gravest.deaths == MOST_DEATHS - 1 or not (proven or self._unproven):
+            self._trial = gravest.request.id
+            return [self._send(gravest)]
         return [self._send(entry) for entry in proven]
 
     def note(self, outputs: list[Output]) -> list[Output]:
@@ -121,8 +110,6 @@ class Ledger:
         self._unsent = dict(self._live)
         self._unproven.clear()
         self._trial = None
-        self._trials = 0
-        self._engines += 1
         return ended
 
     def _send(self, entry: _Entry) -> Request:
@@ -144,7 +131,6 @@ class Ledger:
             entry.cached_tokens = output.cached_tokens
         if output.token_ids or ended:
             entry.deaths = 0
-            entry.proved = self._engines
             self._unproven.discard(id)
             if self._trial == id:
                 self._trial = None
