@@ -17,6 +17,7 @@ import pytest
 from checkpoints import write_folder
 from fake_executor import VOCAB, FakeExecutor, expected
 from tricorn.engine.client import InProcessClient, ProcessClient
+from tricorn.engine.factory import Opened
 from tricorn.engine.messages import EngineInfo, EngineStats
 from tricorn.engine.options import EngineOptions, derive
 from tricorn.request import Output, Request, SamplingParams, TricornError
@@ -49,7 +50,7 @@ def in_process(pages: int = 100, executor: Executor | None = None) -> InProcessC
     info = EngineInfo(
         model="fake", limits=limits, pages=pages, page_size=PAGE, page_bytes=1, executor="fake", threads=1
     )
-    return InProcessClient(EngineOptions(path="", debug_checks=True), opened=(executor, info))
+    return InProcessClient(EngineOptions(path="", debug_checks=True), opened=Opened(executor, info))
 
 
 class SlowExecutor(FakeExecutor):

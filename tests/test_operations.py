@@ -29,6 +29,7 @@ from test_frontend_text import CHATML
 from test_server_api import BPE, CHAT, HI, ScriptedEngine, client_of, drive, events, info, post, refused, strict
 from tricorn import cli
 from tricorn.engine.client import InProcessClient
+from tricorn.engine.factory import Opened
 from tricorn.engine.gate import Gate, GateOptions, Refused, Ticket
 from tricorn.engine.messages import EngineInfo, EngineStats
 from tricorn.engine.options import EngineOptions
@@ -290,7 +291,7 @@ def one_slot() -> Iterator[InProcessClient]:
     """A true engine that runs one sequence at a time, 10 ms for a token."""
     limits = Limits(context=512, vocab=VOCAB, max_sequences=1, max_tokens=64, max_rows=64)
     known = EngineInfo(model="m", limits=limits, pages=100, page_size=PAGE, page_bytes=1, executor="x", threads=1)
-    client = InProcessClient(EngineOptions(path="", debug_checks=True), opened=(SlowExecutor(100), known))
+    client = InProcessClient(EngineOptions(path="", debug_checks=True), opened=Opened(SlowExecutor(100), known))
     yield client
     client.close()
 

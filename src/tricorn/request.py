@@ -20,6 +20,20 @@ class TricornError(Exception):
     """An error whose message is one line that names the cause and the remedy."""
 
 
+ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf", "structural_tag"]
+
+
+class Constraint(msgspec.Struct, frozen=True):
+    """A language that an answer has to be a sentence of.
+
+    `source` is JSON for "json_schema" (the schema), "choice" (a list of strings) and "structural_tag" (the object that
+    clients send), empty for "json_object", and text for "regex" (matched as a whole), "lark" and "gbnf".
+    """
+
+    kind: ConstraintKind
+    source: str = ""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the tokens of one sequence are chosen.
 
@@ -50,6 +64,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 0
+    constraint: Constraint | None = None
     n: int = 1
 
 
@@ -136,4 +151,6 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     stop_token: int | None = None
     cached_tokens: int = 0
     error: str | None = None
+    refused: bool = False
+    """The error is the request's own fault."""
     timings: Timings | None = None

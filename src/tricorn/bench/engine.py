@@ -46,7 +46,7 @@ def measure(
 ) -> list[Row]:
     """Runs each batch size once after a warm-up. Prompts are random ids, different in each run, so that nothing is
     cached. `profile` collects the seconds spent in each kind of operation."""
-    executor, info = open_executor(options)
+    executor, info, _ = open_executor(options)
     random = np.random.default_rng(0)
     limits = _Limits(file, machine, options.kv_type)
     rows = []

@@ -13,13 +13,12 @@ from typing import Any
 
 import msgspec
 
-from tricorn.engine.factory import engine_of, open_executor
+from tricorn.engine.factory import Opened, open_engine
 from tricorn.engine.ledger import Ledger
 from tricorn.engine.loop import run
 from tricorn.engine.messages import (
     Close,
     DeathReason,
-    EngineInfo,
     EngineState,
     EngineStats,
     FromEngine,
@@ -34,7 +33,6 @@ from tricorn.engine.options import EngineOptions
 from tricorn.engine.process import Dead, EngineProcess
 from tricorn.engine.streams import Questions, Streams
 from tricorn.request import Abort, Output, Request, TricornError
-from tricorn.runtime.step import Executor
 from tricorn.scheduler.limits import check_request
 
 BACKOFF_SECONDS = (0.1, 0.5, 2.0)
@@ -50,9 +48,8 @@ class InProcessClient:
     """An engine in a thread of this process. `opened` replaces what `options` would open. Raises TricornError when it
     cannot start."""
 
-    def __init__(self, options: EngineOptions, opened: tuple[Executor, EngineInfo] | None = None) -> None:
-        executor, self.info = opened or open_executor(options)
-        self._engine = engine_of(executor, self.info, options)
+    def __init__(self, options: EngineOptions, opened: Opened | None = None) -> None:
+        self._engine, self.info = open_engine(options, opened)
         self._inbox: queue.SimpleQueue[ToEngine] = queue.SimpleQueue()
         self._streams = Streams(self.abort)
         self._questions = Questions()

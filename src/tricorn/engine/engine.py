@@ -14,6 +14,7 @@ from tricorn.cache.disk import DiskTier
 from tricorn.cache.pool import PagePool
 from tricorn.cache.radix import RadixTree
 from tricorn.engine.messages import EngineState, EngineStats
+from tricorn.grammar.workers import Workers
 from tricorn.request import Output, Request, TricornError
 from tricorn.runtime.step import I32, Executor, Handle, StepResult
 from tricorn.scheduler.batch import Batch
@@ -64,14 +65,16 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         tier: DiskTier | None = None,
         engine_id: bytes = b"",
+        workers: Workers | None = None,
     ) -> None:
         self.executor = executor
         self.pool = PagePool(executor.pages)
         self.tier = tier
+        self._workers = workers
         on_evict = None if tier is None else self._save
         tree = RadixTree(self.pool, clock=clock, engine_id=engine_id, on_evict=on_evict)
         loading = None if tier is None else Loading(self.pool, tree, tier, executor.write_page)
-        self.scheduler = Scheduler(self.pool, tree, limits, options, clock, loading)
+        self.scheduler = Scheduler(self.pool, tree, limits, options, clock, loading, workers)
         self.waiting_since: float | None = None
         """When it began to wait for a step that has not ended yet."""
         self._clock = clock
@@ -99,17 +102,22 @@ class Engine:
         """Submits the next batch, then waits for the one before it; gives what that one brought. A step that fails ends
         its own requests with reason "error", and the engine lives on."""
         began = self._clock()
-        expired = self.scheduler.expire()
+        outputs = self.scheduler.expire() + self.scheduler.gather()
         batch = self.scheduler.schedule()
         scheduled = self._spent("schedule", began)
         submitted = None if batch is None else (batch, self._submit(batch))
         self._spent("submit", scheduled)
-        if submitted is None and self._flying is None and not expired:
+        if submitted is None and self._flying is None and not outputs:
             self.scheduler.wait(IDLE_SECONDS)
-        if not self._overlap:
-            return expired if submitted is None else expired + self._finish(*submitted, began)
-        flying, self._flying = self._flying, submitted
-        return expired if flying is None else expired + self._finish(*flying, began)
+        if self._overlap:
+            flying, self._flying = self._flying, submitted
+            if flying:
+                outputs += self._finish(*flying, began)
+        if submitted:
+            outputs += self._mask(*submitted)
+        if submitted and not self._overlap:
+            outputs += self._finish(*submitted, began)
+        return outputs
 
     def tidy(self) -> bool:
         """For idle moments: saves a few cached pages in the tier below memory. False when there is nothing to do."""
@@ -127,6 +135,8 @@ class Engine:
             pass
         if self.tier is not None:
             self.tier.close(CLOSE_SECONDS)
+        if self._workers is not None:
+            self._workers.shutdown()
         self.executor.close()
 
     def stats(self) -> EngineStats:
@@ -184,6 +194,14 @@ class Engine:
             return self.executor.submit(batch.step)
         except Exception as error:  # whatever it is, it belongs to this step alone
             return _Failed(error)
+
+    def _mask(self, batch: Batch, handle: Handle) -> list[Output]:
+        """Hands over the masks that a step in flight is about to need."""
+        if not batch.step.sampling.masks_follow:
+            return []
+        outputs, index, mask = self.scheduler.masks(batch)
+        handle.put_masks(index, mask)
+        return outputs
 
     def _finish(self, batch: Batch, handle: Handle, began: float) -> list[Output]:
         self.waiting_since = self._clock()

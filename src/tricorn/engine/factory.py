@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import xxhash
 
@@ -11,25 +12,43 @@ from tricorn.cache.keys import engine_id
 from tricorn.engine.engine import Engine
 from tricorn.engine.messages import EngineInfo
 from tricorn.engine.options import EngineOptions, Sizes, derive
+from tricorn.grammar.workers import Workers
 from tricorn.models.graph import Graph
 from tricorn.request import TricornError
 from tricorn.runtime.step import PAGE, Executor, page_bytes
 from tricorn.scheduler.limits import Limits
 from tricorn.weights.tokenizer import undecodable_ids
 
-
-def open_engine(options: EngineOptions) -> tuple[Engine, EngineInfo]:
-    """Opens the model, and the disk tier if there is to be one, and makes an engine of them. Raises TricornError like
-    open_executor."""
-    executor, info = open_executor(options)
-    return engine_of(executor, info, options), info
+CONSTRAINED = 1024
+"""Requests with a constraint that may wait and run at the same time."""
 
 
-def engine_of(executor: Executor, info: EngineInfo, options: EngineOptions) -> Engine:
-    """An engine over an executor that is open already."""
+class Opened(NamedTuple):
+    """A model that is open: its executor, what there is to know of it, and its tokenizer's JSON ("": it has none)."""
+
+    executor: Executor
+    info: EngineInfo
+    tokenizer: str = ""
+
+
+def open_engine(options: EngineOptions, opened: Opened | None = None) -> tuple[Engine, EngineInfo]:
+    """An engine over a model, opened if it is not yet, with the disk tier if there is to be one. Raises TricornError
+    like open_executor."""
+    executor, info, tokenizer = opened or open_executor(options)
     id = b"" if options.kv_disk is None else _engine_id(options)
     tier = options.kv_disk and open_tier(Path(options.kv_disk), id, executor.page_bytes, options.kv_disk_bytes)
-    return Engine(executor, info.limits, options.scheduler, debug=options.debug_checks, tier=tier or None, engine_id=id)
+    limits = info.limits
+    workers = Workers(tokenizer, limits.vocab, limits.eos_ids, slots=CONSTRAINED) if tokenizer else None
+    engine = Engine(
+        executor,
+        limits,
+        options.scheduler,
+        debug=options.debug_checks,
+        tier=tier or None,
+        engine_id=id,
+        workers=workers,
+    )
+    return engine, info
 
 
 def _engine_id(options: EngineOptions) -> bytes:
@@ -46,7 +65,7 @@ def _engine_id(options: EngineOptions) -> bytes:
     return engine_id(file=checksums.hex(), executor=options.executor, kv_type=options.kv_type, kernels=kernels)
 
 
-def open_executor(options: EngineOptions) -> tuple[Executor, EngineInfo]:
+def open_executor(options: EngineOptions) -> Opened:
     """Opens the model and makes its executor. Raises TricornError when it cannot be opened, or the options cannot
     work."""
     if options.executor == "reference":
@@ -54,7 +73,7 @@ def open_executor(options: EngineOptions) -> tuple[Executor, EngineInfo]:
     return _native(options)
 
 
-def _native(options: EngineOptions) -> tuple[Executor, EngineInfo]:
+def _native(options: EngineOptions) -> Opened:
     from tricorn.compiler.engine_file import EngineFile
     from tricorn.runtime import native
 
@@ -69,10 +88,11 @@ def _native(options: EngineOptions) -> tuple[Executor, EngineInfo]:
         max_tokens=sizes.max_tokens,
         max_rows=sizes.max_rows,
     )
-    return executor, _info(options, sizes, file.graph, file.name, file.eos_ids, file.tokenizer, size)
+    info = _info(options, sizes, file.graph, file.name, file.eos_ids, file.tokenizer, size)
+    return Opened(executor, info, file.tokenizer)
 
 
-def _reference(options: EngineOptions) -> tuple[Executor, EngineInfo]:
+def _reference(options: EngineOptions) -> Opened:
     """From an engine file, whose packed weights it unpacks, or straight from a model's own file or folder."""
     from tricorn.compiler.engine_file import SUFFIX, EngineFile
     from tricorn.models import build_graph
@@ -92,7 +112,7 @@ def _reference(options: EngineOptions) -> tuple[Executor, EngineInfo]:
     executor = ReferenceExecutor(
         graph, weights, pages=sizes.pages, max_tokens=sizes.max_tokens, max_rows=sizes.max_rows
     )
-    return executor, _info(options, sizes, graph, name, eos_ids, tokenizer, size)
+    return Opened(executor, _info(options, sizes, graph, name, eos_ids, tokenizer, size), tokenizer)
 
 
 def _info(

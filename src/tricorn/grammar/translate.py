@@ -7,8 +7,9 @@ import re
 from typing import Any
 
 from tricorn.grammar import gbnf, lark, tags
-from tricorn.grammar.constraint import Constraint, ConstraintError
+from tricorn.grammar.constraint import ConstraintError
 from tricorn.grammar.schema import normalize
+from tricorn.request import Constraint
 
 WHITESPACE = r"[ \t]{1,2}|\r?\n[ \t]{0,32}"
 """Between two tokens of JSON: up to two blanks, or a new line and its indentation. None before or after the value."""

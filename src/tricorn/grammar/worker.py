@@ -25,10 +25,11 @@ from numpy.typing import NDArray
 
 from tricorn.grammar.channel import Channel
 from tricorn.grammar.config import Config
-from tricorn.grammar.constraint import Constraint, ConstraintError
+from tricorn.grammar.constraint import ConstraintError
 from tricorn.grammar.lark import decode_json
 from tricorn.grammar.schema import locate
 from tricorn.grammar.translate import OPTIONS, to_grammar
+from tricorn.request import Constraint
 
 PR_SET_PDEATHSIG = 1
 COMPILER_NICENESS = 10

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from tricorn.grammar.channel import Channel
 from tricorn.grammar.config import Config
-from tricorn.grammar.constraint import Constraint, ConstraintError
-from tricorn.request import TricornError
+from tricorn.grammar.constraint import ConstraintError, content_key
+from tricorn.request import Constraint, TricornError
 from tricorn.weights.tokenizer import undecodable_ids
 
 U32 = NDArray[np.uint32]
@@ -224,7 +224,7 @@ class Workers:
 
     def _place(self, slot: _Slot) -> None:
         """Joins a slot to the process of its grammar, which may have to be made."""
-        key = slot.constraint.key
+        key = content_key(slot.constraint)
         fault = self._faults.get(key)
         if fault is not None:
             self._faults.move_to_end(key)

@@ -42,11 +42,13 @@ def build(
     prefills: list[tuple[Sequence, int]],
     copies: list[tuple[int, int]],
 ) -> Batch:
-    """Makes the step of one token of each of `decodes` and so many of each of `prefills`, which is then in flight."""
+    """Makes the step of what is to be computed of each of `decodes` (their last token, and what a grammar has forced
+    before it) and so many tokens of each of `prefills`, which is then in flight."""
     sequences = decodes + [sequence for sequence, _ in prefills]
     slot = np.array([sequence.slot for sequence in sequences], np.int32)
-    count = np.array([1] * len(decodes) + [tokens for _, tokens in prefills], np.int32)
     start = slots.computed[slot]
+    count = np.minimum(slots.length[slot], slots.goal[slot]) - start
+    count[len(decodes) :] = [tokens for _, tokens in prefills]
     end = start + count
     row_start = _starts(count)
     owner = np.repeat(np.arange(len(sequences), dtype=np.int32), count)
@@ -69,6 +71,7 @@ def build(
     sampled = sampling.target < 0
     new = np.flatnonzero(sampled).astype(np.int32)
     line = slot[row_sequence[new]]
+    sampling.masks_follow = bool(slots.guided[line].any())
     slots.tokens[line, slots.length[line]] = -1 - new
     slots.length[line] += 1
     slots.computed[slot] = end
@@ -90,7 +93,7 @@ def _work(start: I32, count: I32, decodes: int) -> Work:
     """Of sequences that compute `count` tokens after `start` others; the first so many of them decode."""
     tokens = count[decodes:]
     pairs = tokens * (start[decodes:] + tokens / 2)
-    return Work(int(tokens.sum()), float(pairs.sum()), decodes, int(start[:decodes].sum()))
+    return Work(int(tokens.sum()), float(pairs.sum()), int(count[:decodes].sum()), int(start[:decodes].sum()))
 
 
 def _sampling(slots: Slots, rows: I32, slot: I32, position: I32) -> Sampling:

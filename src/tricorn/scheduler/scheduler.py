@@ -25,11 +25,13 @@ from numpy.typing import NDArray
 
 from tricorn.cache.pool import PagePool
 from tricorn.cache.radix import Match, RadixTree
+from tricorn.grammar.workers import Workers
 from tricorn.request import FinishReason, Output, Request, TokenLogprobs, TricornError
 from tricorn.runtime.step import PAGE, StepResult
 from tricorn.scheduler.admission import Outlook
 from tricorn.scheduler.batch import Batch, build
 from tricorn.scheduler.cost import CostModel, Work
+from tricorn.scheduler.guides import Guides
 from tricorn.scheduler.limits import Limits, check_request
 from tricorn.scheduler.loading import Loading
 from tricorn.scheduler.options import SchedulerOptions
@@ -50,6 +52,9 @@ LEAST_SECONDS = 1e-3
 
 UNKNOWN_CHUNK = 64
 """What a step with decoding sequences takes of prompts while the cost of a step is not known."""
+
+MOST_FORCED = 32
+"""Forced ids of a decoding sequence are computed beside it when they are no more than this, else as prompts are."""
 
 RETRY_SECONDS = 0.25
 """When the first in the queue did not fit and nobody has left since, it is tried again after so long."""
@@ -76,6 +81,7 @@ class Scheduler:
         options: SchedulerOptions = SchedulerOptions(),
         clock: Callable[[], float] = time.monotonic,
         loading: Loading | None = None,
+        workers: Workers | None = None,
     ) -> None:
         if limits.context > pool.total * PAGE:
             raise TricornError(f"a context of {limits.context} tokens cannot fit in {pool.total} pages of {PAGE}")
@@ -94,6 +100,7 @@ class Scheduler:
         self._loading = loading
         self._clock = clock
         self._slots = Slots(limits)
+        self._guides = None if workers is None else Guides(workers, self._slots)
         self._sequences: dict[str, Sequence] = {}
         self._leaving: list[Sequence] = []
         self._flying: deque[Batch] = deque()
@@ -128,6 +135,10 @@ class Scheduler:
         if request.id in self._sequences:
             raise TricornError(f"the request id {request.id} is in use; ids must be unique")
         sequence = Sequence(request, self._arrivals, self._clock(), self.limits)
+        if request.params.constraint is not None:
+            if self._guides is None:
+                raise TricornError("this engine takes no constraints")
+            self._guides.open(sequence)
         self._arrivals += 1
         self._sequences[sequence.id] = sequence
         self.waiting.append(sequence)
@@ -154,6 +165,20 @@ class Scheduler:
         if outputs:
             self._depart()
         return outputs
+
+    def gather(self, seconds: float = 0.0) -> list[Output]:
+        """Takes in masks that have come, or come within so many seconds; ends the requests whose constraint failed."""
+        if not self._guides:
+            return []
+        return self._refuse(self._guides.gather(seconds))
+
+    def masks(self, batch: Batch) -> tuple[list[Output], I32, NDArray[np.uint32]]:
+        """`mask_index` and `mask` of a batch whose masks follow, once everything before it is committed; and the ends
+        of the requests whose constraint failed."""
+        assert self._guides is not None
+        outputs = self._refuse(self._guides.wait(batch))
+        index, mask = self._guides.masks(batch)
+        return outputs, index, mask
 
     def schedule(self) -> Batch | None:
         """The next batch, or None when nothing can run now. At most one batch may be uncommitted."""
@@ -215,6 +240,8 @@ class Scheduler:
         most."""
         if self._loading:
             self._loading.wait(seconds)
+        elif self._guides:
+            time.sleep(seconds)
 
     def check(self) -> None:
         """The debug switch: every page is accounted for. Raises TricornError otherwise."""
@@ -242,34 +269,42 @@ class Scheduler:
         """The running sequences that decode in this step, each with a page for its token, and those that prefill."""
         slots = self._slots
         order = self._running_slots()
-        computed = slots.computed[order]
+        computed, prompt = slots.computed[order], slots.prompt[order]
         missing = np.minimum(slots.length[order], slots.goal[order]) - computed
-        decoding = (missing == 1) & (computed >= slots.prompt[order])
+        decoding = (missing == 1) & (computed >= prompt)
+        if self._guides:
+            decoding |= slots.guided[order] & (missing > 0) & (missing <= MOST_FORCED) & (computed >= prompt)
+            decoding &= np.cumsum(np.where(decoding, missing, 1)) <= self.limits.max_tokens
         partial = (missing > 0) & ~decoding
         running = self.running
         partials = [running[i] for i in np.flatnonzero(partial).tolist()] if partial.any() else []
         decodes = running.copy() if decoding.all() else [running[i] for i in np.flatnonzero(decoding).tolist()]
-        needy = np.flatnonzero(decoding & (computed >= slots.page_count[order] * PAGE)).tolist()
+        needy = np.flatnonzero((missing > 0) & (computed + missing > slots.page_count[order] * PAGE)).tolist()
         if needy:
-            stalled = self._grow([running[i] for i in needy])
+            stalled = self._grow([(running[i], pages_for(int(computed[i] + missing[i]))) for i in needy])
             decodes = [sequence for sequence in decodes if sequence.runs and sequence not in stalled]
-            partials = [sequence for sequence in partials if sequence.runs]
+            partials = [sequence for sequence in partials if sequence.runs and sequence not in stalled]
+        if self._guides:
+            decodes = [sequence for sequence in decodes if not sequence.sits_out]
+            partials = [sequence for sequence in partials if not sequence.sits_out]
         return decodes, partials
 
-    def _grow(self, needy: list[Sequence]) -> list[Sequence]:
-        """Gives each a page, preempting others as need be. Returns those that must wait for a step in flight."""
+    def _grow(self, needy: list[tuple[Sequence, int]]) -> list[Sequence]:
+        """Gives each so many pages in all, preempting others as need be. Returns those that must wait for a step in
+        flight."""
         stalled = []
-        for sequence in sorted(needy, key=self._policy.rank):
-            while sequence.runs and not self._available(1):
+        for sequence, pages in sorted(needy, key=lambda pair: self._policy.rank(pair[0])):
+            slots, slot = self._slots, sequence.slot
+            while sequence.runs and not self._available(pages - int(slots.page_count[slot])):
                 if self._leaving or any(batch.releases for batch in self._flying):
                     stalled.append(sequence)
                     break
                 self._preempt(max(self.running, key=self._policy.rank))
             else:
                 if sequence.runs:
-                    slot = sequence.slot
-                    self._slots.pages[slot, self._slots.page_count[slot]] = self._alloc(1)[0]
-                    self._slots.page_count[slot] += 1
+                    have = int(slots.page_count[slot])
+                    slots.pages[slot, have:pages] = self._alloc(pages - have)
+                    slots.page_count[slot] = pages
         return stalled
 
     def _prefills(self, partial: list[Sequence], decodes: list[Sequence]) -> list[tuple[Sequence, int]]:
@@ -298,13 +333,14 @@ class Scheduler:
         return list(granted.items())
 
     def _room(self, decodes: list[Sequence]) -> _Room:
-        tokens, rows = self.limits.max_tokens - len(decodes), self.limits.max_rows - len(decodes)
+        slots, slot = self._slots, [sequence.slot for sequence in decodes]
+        taken = int((np.minimum(slots.length[slot], slots.goal[slot]) - slots.computed[slot]).sum())
+        tokens, rows = self.limits.max_tokens - taken, self.limits.max_rows - len(decodes)
         if not decodes or not self.options.target_itl:
             return _Room(tokens, rows, math.inf)
         if self.costs.cost is None:
             return _Room(min(tokens, UNKNOWN_CHUNK), rows, math.inf)
-        slot = [sequence.slot for sequence in decodes]
-        work = Work(decode_rows=len(decodes), decode_pairs=int(self._slots.computed[slot].sum()))
+        work = Work(decode_rows=taken, decode_pairs=int(slots.computed[slot].sum()))
         return _Room(tokens, rows, self.options.target_itl - self.costs.cost.seconds(work))
 
     def _turns(self, candidates: list[Sequence], room: _Room) -> list[tuple[Sequence, int]]:
@@ -358,6 +394,8 @@ class Scheduler:
             return tokens, tokens - before
         if tokens < missing or sequence.limit == 0 or before == missing:
             return tokens, 0
+        if sequence.guide >= 0 and sequence.mask is None:  # what may follow the last token is not known yet
+            return tokens - 1, 0
         return (tokens, 1) if rows else (tokens - 1, 0)
 
     def _admit(self, sequence: Sequence, first: bool, express: bool) -> bool:
@@ -461,30 +499,40 @@ class Scheduler:
         return outputs
 
     def _advance(self, sequence: Sequence, token: int, result: StepResult, row: int) -> Output:
-        """One sampled token for one sequence."""
+        """One sampled token for one sequence, and those that a grammar forces after it."""
         if token < 0:
             return self._end(
                 sequence, "error", "no token can be sampled: everything is banned or the logits are not numbers"
             )
-        if not sequence.first_token:
+        first = not sequence.first_token
+        if first:
+            sequence.first_token = self._clock()
             self.counts["prompt_tokens"] += sequence.prompt_tokens
-        self.counts["generated_tokens"] += 1
-        sequence.outputs += 1
-        sequence.first_token = sequence.first_token or self._clock()
         logprobs = None if sequence.logprobs is None else [_logprobs(result, row, sequence.logprobs)]
-        if token in sequence.stops:
-            return self._end(sequence, "stop", None, [token], logprobs)
-        if sequence.outputs == sequence.limit:
-            return self._end(sequence, "length", None, [token], logprobs)
+        forced, sequence.forced = sequence.forced, None
+        tokens: list[int] = []
+        for new in [token, *(forced or ())]:
+            tokens.append(new)
+            self.counts["generated_tokens"] += 1
+            sequence.outputs += 1
+            if new in sequence.stops:
+                return self._end(sequence, "stop", None, tokens, logprobs)
+            if sequence.outputs == sequence.limit:
+                return self._end(sequence, "length", None, tokens, logprobs)
+        if forced is None and self._guides:
+            self._guides.accept(sequence, token)
         scores, sequence.scores = sequence.scores, None
         return Output(
             id=sequence.id,
-            token_ids=[token],
+            token_ids=tokens,
             logprobs=logprobs,
             prompt_logprobs=scores,
             cached_tokens=max(sequence.cached_tokens, 0),
-            timings=sequence.timings(self._clock()) if sequence.outputs == 1 else None,
+            timings=sequence.timings(self._clock()) if first else None,
         )
+
+    def _refuse(self, failed: list[tuple[Sequence, str]]) -> list[Output]:
+        return [self._end(sequence, "error", why, refused=True) for sequence, why in failed if sequence.ended is None]
 
     def _end(
         self,
@@ -493,8 +541,11 @@ class Scheduler:
         error: str | None = None,
         token_ids: list[int] | None = None,
         logprobs: list[TokenLogprobs] | None = None,
+        refused: bool = False,
     ) -> Output:
         sequence.ended = reason
+        if self._guides:
+            self._guides.close(sequence)
         self.finished[reason] += 1
         del self._sequences[sequence.id]
         if sequence.slot >= 0:
@@ -510,9 +561,10 @@ class Scheduler:
             logprobs=logprobs,
             prompt_logprobs=sequence.scores if reason in ("stop", "length") else None,
             finish_reason=reason,
-            stop_token=token_ids[0] if reason == "stop" and token_ids else None,
+            stop_token=token_ids[-1] if reason == "stop" and token_ids else None,
             cached_tokens=max(sequence.cached_tokens, 0),
             error=error,
+            refused=refused,
             timings=sequence.timings(self._clock()),
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from tricorn.grammar.workers import Mask
 from tricorn.request import FinishReason, Request, Timings, TokenLogprobs
 from tricorn.runtime.step import PAGE
 from tricorn.scheduler.limits import Limits
@@ -26,6 +27,8 @@ class Sequence:
         "cached_tokens",
         "ended",
         "first_token",
+        "forced",
+        "guide",
         "id",
         "in_flight",
         "leaving",
@@ -34,6 +37,7 @@ class Sequence:
         "loading",
         "logprobs",
         "lost",
+        "mask",
         "min_tokens",
         "namespace",
         "outputs",
@@ -43,6 +47,7 @@ class Sequence:
         "request",
         "score_start",
         "scores",
+        "sits_out",
         "slot",
         "stops",
         "tokens",
@@ -91,6 +96,14 @@ class Sequence:
         """It was the first in the queue once and did not fit: nobody may overtake it any more."""
         self.publish = True
         """Whether its computed tokens may go into the tree; a failed step makes them doubtful."""
+        self.guide = -1
+        """Its place among the constrained sequences, if it is one (see guides.py)."""
+        self.mask: Mask | None = None
+        """What may follow its tokens; None while that is not known."""
+        self.forced: list[int] | None = None
+        """Ids that the grammar forces behind the one that the step in flight samples; [] for that one alone."""
+        self.sits_out = False
+        """Its mask was late: it waits for it."""
         ids = list(params.logit_bias)
         values = [max(value, -1e30) for value in params.logit_bias.values()]
         self.bias = _bias(ids, values)
@@ -144,7 +157,7 @@ class Slots:
         self.top_k, self.logprobs, self.prompt_logprobs, self.min_tokens = np.zeros((4, count), np.int32)
         self.score_start = np.zeros(count, np.int32)
         self.seed = np.zeros(count, np.uint64)
-        self.penalized, self.biased, self.scoring = np.zeros((3, count), np.bool_)
+        self.penalized, self.biased, self.scoring, self.guided = np.zeros((4, count), np.bool_)
         self.mask = _decodable(limits)
 
     def enter(self, sequence: Sequence, pages: I32, computed: int, shared: int) -> None:
@@ -173,6 +186,7 @@ class Slots:
         )
         self.biased[slot] = bool(params.logit_bias)
         self.scoring[slot] = sequence.scoring
+        self.guided[slot] = sequence.guide >= 0
         self.score_start[slot] = sequence.score_start
 
     def leave(self, sequence: Sequence) -> None:

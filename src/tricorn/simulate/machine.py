@@ -66,7 +66,7 @@ def measure(
 ) -> Machine:
     """Runs an engine in this process, prompts and decoding in batches of many sizes, and fits a cost to the time of
     each step."""
-    executor, info = open_executor(options)
+    executor, info, _ = open_executor(options)
     watch = _Stopwatch(executor)
     engine = Engine(watch, info.limits, SchedulerOptions(target_itl=0.0), overlap=False)
     random = np.random.default_rng(0)
