@@ -21,6 +21,7 @@ from tricorn.request import Output, Request, SamplingParams
 from tricorn.runtime.native import NativeExecutor
 from tricorn.runtime.step import PAGE
 from tricorn.scheduler.limits import Limits
+from tricorn.scheduler.options import SchedulerOptions
 
 GREEDY = {"temperature": 0.0}
 SEEDED = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "min_p": 0.01}
@@ -64,7 +65,8 @@ class Model:
             max_rows=64,
             eos_ids=self.file.eos_ids,
         )
-        return Engine(self.executor(threads, pages), limits, overlap=overlap, debug=True)
+        options = SchedulerOptions(admission="none")  # with preemptions, and without the caution of the first minutes
+        return Engine(self.executor(threads, pages), limits, options, overlap=overlap, debug=True)
 
     def alone(self, request: Request) -> Answer:
         """The answer of an empty engine with one thread, remembered."""

@@ -372,6 +372,7 @@ def test_the_state_of_an_engine(client: ProcessClient) -> None:
         state, again = await asyncio.gather(client.state(), client.state())
         assert [entry["id"] for entry in state["requests"]["running"]] == ["r"]
         assert again["requests"]["running"][0]["prompt_tokens"] == 20
+        await asyncio.sleep(0.5)  # both have been answered
         os.kill(client.pid, signal.SIGSTOP)
         with pytest.raises(TricornError, match="does not answer"):
             await client.state()

@@ -24,7 +24,7 @@ from tricorn.engine.factory import open_engine
 from tricorn.engine.loop import run
 from tricorn.engine.messages import Failed, FromEngine, ToEngine
 from tricorn.engine.options import EngineOptions
-from tricorn.engine.process import BEAT_SECONDS, HUNG, OUT_OF_MEMORY, endpoint
+from tricorn.engine.process import BEAT_SECONDS, HUNG, OUT_OF_MEMORY, PRESENT, endpoint
 from tricorn.request import TricornError
 
 START_SECONDS = 600.0
@@ -66,6 +66,7 @@ def main() -> int:
         mailbox.send(Failed(str(error) or type(error).__name__))
         return 1
     watch.follow(engine, options.step_timeout)
+    engine.on_present = Present(Path(sys.argv[1])).write
     mailbox.send(info)
     try:
         run(engine, mailbox)
@@ -76,6 +77,20 @@ def main() -> int:
         raise
     engine.close()
     return 0
+
+
+class Present:
+    """Writes down which requests a step could die of, where it can be read when it has."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = os.open(folder / PRESENT, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self.write([])
+
+    def write(self, ids: list[str]) -> None:
+        record = msgspec.msgpack.encode(ids)
+        with suppress(OSError):  # a full disk: the old record counts, which is longer
+            os.pwrite(self._file, record, 0)
+            os.ftruncate(self._file, len(record))
 
 
 class Watch:

@@ -283,7 +283,7 @@ class ProcessClient:
         self._stats = carry(self._past, EngineStats(pages_total=self.info.pages))
         with self._lock:
             self.status = "restarting"
-            ended = self._ledger.died()
+            ended = self._ledger.died(self._engine.present)
         self._streams.deliver(ended)
         return any(output.finish_reason == "error" for output in ended)
 

@@ -77,6 +77,9 @@ class Engine:
         self.scheduler = Scheduler(self.pool, tree, limits, options, clock, loading, workers)
         self.waiting_since: float | None = None
         """When it began to wait for a step that has not ended yet."""
+        self.on_present: Callable[[list[str]], None] | None = None
+        """Hears of the requests in the steps under way that have not brought a token yet, when they change."""
+        self._present: list[str] = []
         self._clock = clock
         self._overlap = overlap
         self._debug = debug
@@ -105,6 +108,7 @@ class Engine:
         outputs = self.scheduler.expire() + self.scheduler.gather()
         batch = self.scheduler.schedule()
         scheduled = self._spent("schedule", began)
+        self._note_present(batch)
         submitted = None if batch is None else (batch, self._submit(batch))
         self._spent("submit", scheduled)
         if submitted is None and self._flying is None and not outputs:
@@ -194,6 +198,15 @@ class Engine:
             return self.executor.submit(batch.step)
         except Exception as error:  # whatever it is, it belongs to this step alone
             return _Failed(error)
+
+    def _note_present(self, batch: Batch | None) -> None:
+        if self.on_present is None:
+            return
+        batches = [batch, self._flying[0] if self._flying else None]
+        present = [s.id for under_way in batches if under_way for s in under_way.sequences if not s.first_token]
+        if present != self._present:
+            self._present = present
+            self.on_present(present)
 
     def _mask(self, batch: Batch, handle: Handle) -> list[Output]:
         """Hands over the masks that a step in flight is about to need."""

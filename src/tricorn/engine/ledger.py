@@ -1,16 +1,16 @@
 """What has been promised: the live requests, the ids that were sent for each, and who comes back when the engine dies.
 
-A death counts against the requests that were with the engine and had not brought a token since it started. One that
-three deaths count against in a row is ended: a token proves that a request is not what kills the engine. So that no
-innocent comes to that, suspects are tried one at a time. First of all comes, alone, the one that the next death would
-end (there is one at most); then, together, those that had brought tokens; when each of them has brought another, the
-other suspects; newcomers wait until it is over.
+A death counts against the requests that were in the step that died and had not brought a token since the engine
+started. One that three deaths count against in a row is ended: a token proves that a request is not what kills the
+engine. So that no innocent comes to that, one that the next death would end is tried alone: it is sent first, and all
+others wait until it has brought a token.
 
 Plain data, no clock and no threads: whoever calls has the lock, if there is to be one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import msgspec
@@ -28,6 +28,8 @@ class _Entry:
     """What the first engine said."""
     scored: bool = False
     """The prompt's logprobs have been delivered."""
+    heard: int = 0
+    """When its last token came, in outputs of all requests."""
     lives: int = 0
     """Engines that it was sent to."""
     deaths: int = 0
@@ -46,6 +48,7 @@ class Ledger:
         """Of those sent, the ones that this engine has brought no token of."""
         self._trial: str | None = None
         """The suspect that the engine has now."""
+        self._heard = 0
         self.resumed = 0
         """How often a request was sent to an engine again."""
         self.dropped = 0
@@ -60,20 +63,18 @@ class Ledger:
         self._live[request.id] = self._unsent[request.id] = entry
 
     def due(self) -> list[Request]:
-        """What is to be sent to the engine now, in order of arrival; it counts as sent from here on. To be asked when
-        an engine is there, after `open`, `note` and `abort`."""
+        """What is to be sent to the engine now; it counts as sent from here on. To be asked when an engine is there,
+        after `open`, `note` and `abort`. Streams under way come first, the one that has been silent longest before the
+        others, so that deaths in quick succession starve none; the rest follow in order of arrival."""
         if not self._unsent or self._trial is not None:
             return []
         held = list(self._unsent.values())
-        suspects = [entry for entry in held if entry.deaths]
-        if not suspects:
-            return [self._send(entry) for entry in held]
-        gravest = max(suspects, key=lambda entry: entry.deaths)  # the first of them
-        proven = [entry for entry in held if entry.lives and not entry.deaths]
-        if gravest.deaths == MOST_DEATHS - 1 or not (proven or self._unproven):
-            self._trial = gravest.request.id
-            return [self._send(gravest)]
-        return [self._send(entry) for entry in proven]
+        suspect = next((entry for entry in held if entry.deaths == MOST_DEATHS - 1), None)
+        if suspect is not None:
+            self._trial = suspect.request.id
+            return [self._send(suspect)]
+        held.sort(key=lambda entry: (not entry.ids, entry.heard))
+        return [self._send(entry) for entry in held]
 
     def note(self, outputs: list[Output]) -> list[Output]:
         """Takes in what the engine says; gives what the clients are to hear."""
@@ -91,12 +92,13 @@ class Ledger:
         del self._live[id], self._unsent[id]
         return _as_first(entry, Output(id=id, token_ids=[], finish_reason="abort"))
 
-    def died(self) -> list[Output]:
+    def died(self, present: Collection[str] | None = None) -> list[Output]:
         """The engine is no more: the outputs of requests that end here. The others are due again, with the ids that
-        were sent for them; those that this engine was never sent are not concerned."""
+        were sent for them. `present` are the requests in the step that died, None when that is not known: then all
+        that the engine had count."""
         ended: list[Output] = []
         for id, entry in list(self._live.items()):
-            if id in self._unproven:
+            if id in self._unproven and (present is None or id in present):
                 entry.deaths += 1
             if entry.aborted:
                 ended.append(_as_first(entry, Output(id=id, token_ids=[], finish_reason="abort")))
@@ -126,6 +128,8 @@ class Ledger:
     def _note(self, entry: _Entry, output: Output) -> Output:
         id, ended = output.id, output.finish_reason is not None
         entry.ids += output.token_ids
+        self._heard += 1
+        entry.heard = self._heard if output.token_ids else entry.heard
         entry.scored |= output.prompt_logprobs is not None
         if entry.cached_tokens is None:
             entry.cached_tokens = output.cached_tokens

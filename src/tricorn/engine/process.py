@@ -40,6 +40,10 @@ OUT_OF_MEMORY = 81
 """The exit codes of an engine process that ends itself, because a step takes too long or memory is exhausted."""
 
 
+PRESENT = "present"
+"""The file in the private folder where an engine says which requests its step could die of."""
+
+
 class Dead(TricornError):
     """The engine process is no more, or as good as that."""
 
@@ -66,6 +70,8 @@ class EngineProcess:
         self._unread: list[FromEngine] = []  # what came together with the word that it is ready
         self.heard = time.monotonic()
         """When the last message came."""
+        self.present: set[str] | None = None
+        """Once it is buried: the requests in the step that died which had not brought a token; None: not known."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tricorn.engine", str(self._folder), msgspec.json.encode(options).decode()],
             stdin=subprocess.PIPE,
@@ -128,6 +134,8 @@ class EngineProcess:
         self._process.kill()
         self._process.wait()
         messages = self._arrived()
+        with suppress(OSError, msgspec.DecodeError):
+            self.present = set(msgspec.msgpack.decode((self._folder / PRESENT).read_bytes(), type=list[str]))
         with self._sending:
             self._requests.close()
         self._outputs.close()

@@ -309,11 +309,10 @@ class Scheduler:
 
     def _prefills(self, partial: list[Sequence], decodes: list[Sequence]) -> list[tuple[Sequence, int]]:
         """Shares what the decoding sequences leave of the step among prefills under way and sequences that wait."""
-        candidates = partial + self._admissible()
+        candidates = sorted(partial + self._admissible(), key=arrival)
+        candidates = self._policy.order(candidates, self._clock())
         if not candidates:
             return []
-        candidates.sort(key=arrival)
-        candidates = self._policy.order(candidates, self._clock())
         room = self._room(decodes)
         granted: dict[Sequence, int] = {}
         for sequence, share in self._turns(candidates, room):
