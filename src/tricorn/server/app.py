@@ -1,7 +1,7 @@
 """The OpenAI-compatible API over a frontend.
 
 POST /v1/chat/completions, /v1/completions      streamed (server-sent events) and not
-POST /v1/messages, /api/chat, ...               see `anthropic`, `ollama`
+POST /v1/messages, /api/chat, /v2/...           see `anthropic`, `ollama`, `kserve`
 GET  /v1/models, /v1/models/{id}                the one model served
 GET  /health                                    200 unless the engine is gone for good
 GET  /ready                                     200 when a request would be served at once, else 503
@@ -28,12 +28,13 @@ from tricorn.engine.gate import Gate, GateOptions, Ticket
 from tricorn.engine.messages import Survival
 from tricorn.frontend.generate import Delta, Frontend, join
 from tricorn.request import Namespace, SamplingParams, Service, TricornError
-from tricorn.server import answers, anthropic, headers, ollama, schema
+from tricorn.server import answers, anthropic, headers, kserve, ollama, schema
 from tricorn.server.admin import check_admin
 from tricorn.server.answers import Fields, Prompt
 from tricorn.server.errors import HttpError, printable, too_late
 from tricorn.server.exchange import Endpoint, Exchange, HeaderLimit, request_id
 from tricorn.server.generation import Generations, unserved
+from tricorn.server.inference import Inference
 from tricorn.server.journal import Journal
 from tricorn.server.loading import answer_ready
 from tricorn.server.logs import Format, Level
@@ -88,6 +89,7 @@ def create_app(frontend: Frontend, options: ServerOptions, tracing: Tracing | No
         for dialect, others in (
             (anthropic.DIALECT, anthropic.Anthropic(api.work).routes),
             (ollama.DIALECT, ollama.Ollama(api.work).routes),
+            (kserve.DIALECT, kserve.Kserve(Inference(api.work)).routes),
         )
         for method, path, handle in others
     ]

@@ -69,6 +69,14 @@ def decode(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
         raise _malformed(body, error) from None
 
 
+def convert(values: Any, kind: type[T]) -> T:
+    """The same for what has been decoded."""
+    try:
+        return msgspec.convert(values, kind)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
+
+
 def _invalid(message: str) -> HttpError:
     """From msgspec's "Expected `int`, got `str` - at `$.n`" to a message that begins with the field."""
     what, _, path = message.partition(" - at `$")

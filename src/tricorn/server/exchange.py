@@ -111,10 +111,12 @@ class Exchange:
         value = self._scope.get("path_params", {}).get(name)
         return None if value is None else str(value)
 
-    async def body(self) -> bytes:
-        """The whole body, JSON by its content type. Raises HttpError 400, 408, 413 or 415, or ClientGone."""
+    async def body(self, *, binary: bool = False) -> bytes:
+        """The whole body, JSON by its content type; bytes too if they may be `binary`. Raises HttpError 400, 408, 413
+        or 415, or ClientGone.
+        """
         kind = (self.header(b"content-type") or b"application/json").split(b";")[0].strip().lower()
-        if kind != b"application/json":
+        if kind != b"application/json" and not (binary and kind == b"application/octet-stream"):
             raise HttpError(415, "the content type must be application/json", code="unsupported_media_type")
         length = self.header(b"content-length")
         if length is not None and length.isdigit() and int(length) > MAX_BODY:
