@@ -16,9 +16,9 @@ import numpy as np
 
 from tricorn.compiler import ensure
 from tricorn.compiler.engine_file import EngineFile
-from tricorn.grammar.constraint import Constraint, ConstraintError
+from tricorn.grammar.constraint import ConstraintError
 from tricorn.grammar.worker import compile_constraint
-from tricorn.request import TricornError
+from tricorn.request import Constraint, TricornError
 
 MOST_SECONDS = 2.0
 """A schema that takes longer to compile counts as refused, as it would be."""

@@ -111,6 +111,7 @@ class Workers:
         self._nursery: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._masks: U32 | None = None
+        self._masks_fd = -1
         self._free = list(range(slots))[::-1]
         self._slots: dict[int, _Slot] = {}
         self._processes: OrderedDict[str, _Process] = OrderedDict()
@@ -218,6 +219,9 @@ class Workers:
         if self._nursery is not None:
             self._nursery.wait()
             self._nursery = None
+        if self._masks_fd >= 0:
+            os.close(self._masks_fd)
+            self._masks_fd = -1
         self._selector.close()
 
     # --- processes
@@ -279,10 +283,11 @@ class Workers:
         if self._control is not None:
             return self._control
         tokenizer, vocab, eos_ids, compile_seconds, mask_seconds, memory = self._settings
-        masks_fd = os.memfd_create("tricorn-masks")
-        words = -(-vocab // 32)
-        os.ftruncate(masks_fd, 4 * words * self._rows)
-        self._masks = np.frombuffer(mmap.mmap(masks_fd, 0), np.uint32).reshape(self._rows, words)
+        if self._masks_fd < 0:
+            self._masks_fd = os.memfd_create("tricorn-masks")
+            words = -(-vocab // 32)
+            os.ftruncate(self._masks_fd, 4 * words * self._rows)
+            self._masks = np.frombuffer(mmap.mmap(self._masks_fd, 0), np.uint32).reshape(self._rows, words)
         config_fd = os.memfd_create("tricorn-grammar")
         never = undecodable_ids(tokenizer, vocab)
         config = Config(tokenizer, vocab, self._rows, eos_ids, never, compile_seconds, mask_seconds, memory)
@@ -291,11 +296,19 @@ class Workers:
         with theirs:
             command = [sys.executable, "-m", "tricorn.grammar.worker", str(theirs.fileno())]
             self._nursery = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()])
-        socket.send_fds(mine, [b"c"], [config_fd, masks_fd])
+        socket.send_fds(mine, [b"c"], [config_fd, self._masks_fd])
         os.close(config_fd)
-        os.close(masks_fd)
         self._control = mine
         return mine
+
+    def _nursery_lives(self) -> bool:
+        """Its socket, on which it never writes, ends before its processes do."""
+        try:
+            return self._control is not None and self._control.recv(1, socket.MSG_DONTWAIT) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
 
     def _bury(self) -> None:
         """Forgets a nursery that died; all its processes died with it."""
@@ -389,7 +402,7 @@ class Workers:
         once more, each alone; the one that does it again ends. The others are opened anew."""
         slots = list(process.slots.values())
         compiling = process.state == "compiling"
-        nursery_lives = self._nursery is not None and self._nursery.poll() is None
+        nursery_lives = self._nursery_lives()
         self._killed += 1
         if compiling and nursery_lives:
             _, _, _, seconds, _, memory = self._settings
