@@ -32,6 +32,7 @@ KvBytes = Annotated[
     str | None,
     typer.Option(help="Size of the KV pool, such as 512M or 2G. [default: a quarter of free memory, at most 4G]"),
 ]
+Short = Annotated[bool, typer.Option("--short", help="A small form that takes some seconds.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -467,28 +468,29 @@ def drill(
 @bench.command("storm")
 def bench_storm(
     model: ModelOption = DEFAULT_MODEL,
-    seconds: Annotated[float, typer.Option(help="How long each storm lasts.", min=1)] = 120.0,
-    seed: Annotated[int, typer.Option(help="Of the requests and their arrivals.", min=1)] = 1,
+    seconds: Annotated[float | None, typer.Option(help="How long each storm lasts. [default: 120]", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="Of the requests and their arrivals.", min=0)] = 0,
+    short: Short = False,
     json: Json = False,
 ) -> None:
     """Offer a server three times what it can do: what is left of its throughput, with admission control and without."""
     from tricorn.bench import storm
 
-    _report(storm.run(model, seconds, seed, _tell), json)
+    _report(storm.run(model, seconds, short=short, seed=seed, tell=_tell), json)
 
 
 @bench.command("stalls")
 def bench_stalls(
     model: ModelOption = DEFAULT_MODEL,
-    seconds: Annotated[float, typer.Option(help="How long prompts arrive.", min=1)] = 40.0,
-    prompt: Annotated[int, typer.Option(help="Tokens of the prompts that arrive back to back.", min=64)] = 4000,
-    seed: Annotated[int, typer.Option(help="Of the prompts.", min=1)] = 1,
+    seconds: Annotated[float | None, typer.Option(help="How long prompts arrive. [default: 40]", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="Of the prompts.", min=0)] = 0,
+    short: Short = False,
     json: Json = False,
 ) -> None:
     """Measure the gaps between the tokens of 8 streams while long prompts arrive back to back."""
     from tricorn.bench import stalls
 
-    _report(stalls.run(model, seconds, seed, _tell, prompt, prompt * 3 // 2), json)
+    _report(stalls.run(model, seconds, short=short, seed=seed, tell=_tell), json)
 
 
 @bench.command("soak")
