@@ -149,6 +149,8 @@ class Assembler:
 
     def push(self, output: Output) -> Delta | None:
         """The delta that `output` brings, None when there is nothing to show yet. Raises EngineFailure."""
+        if output.finish_reason == "error" and output.refused:
+            raise BadRequest(output.error or "the constraint cannot be enforced", code="invalid_constraint")
         if output.finish_reason == "error":
             raise EngineFailure(output.error or "the engine failed")
         if output.timings is not None:
@@ -283,6 +285,9 @@ class Frontend:
             raise BadRequest(
                 f"min_tokens ({params.min_tokens}) must not be above max_tokens ({params.max_tokens})", "min_tokens"
             )
+        if params.constraint is not None and (params.ignore_eos or params.min_tokens):
+            name = "ignore_eos" if params.ignore_eos else "min_tokens"
+            raise BadRequest(f"{name} does not go with a constraint, which says itself when an answer may end", name)
         room = self.context - len(prompt)
         if room < (params.max_tokens > 0):
             raise BadRequest(

@@ -21,6 +21,7 @@ from msgspec import Meta
 from tricorn.frontend.template import RESERVED
 from tricorn.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from tricorn.scheduler.limits import MAX_PIN_SECONDS, MAX_PRIORITY
+from tricorn.server import constraints
 from tricorn.server.bodies import Refusals, check_form, decode
 from tricorn.server.errors import HttpError, printable
 from tricorn.server.headers import MAX_TIMEOUT
@@ -109,11 +110,9 @@ class Completion(msgspec.Struct, frozen=True):
 
 # fmt: off
 _NEVER = (
-    "allowed_token_ids", "chat_template", "documents", "ebnf", "functions", "grammar", "guided_choice",
-    "guided_decoding_backend", "guided_grammar", "guided_json", "guided_regex", "guided_whitespace_pattern",
-    "json_schema", "kv_transfer_params", "logit_processors", "logits_processors", "lora_path", "mirostat",
-    "prediction", "prompt_embeds", "prompt_logprobs", "regex", "repetition_detection", "samplers", "stop_regex",
-    "structural_tag", "structured_outputs", "suffix", "thinking_token_budget", "top_a",
+    "allowed_token_ids", "chat_template", "documents", "functions", "guided_whitespace_pattern", "kv_transfer_params",
+    "logit_processors", "logits_processors", "lora_path", "mirostat", "prediction", "prompt_embeds", "prompt_logprobs",
+    "repetition_detection", "samplers", "stop_regex", "suffix", "thinking_token_budget", "top_a",
     "truncate_prompt_tokens", "xtc_probability",
 )
 # fmt: on
@@ -128,7 +127,6 @@ REFUSED: Refusals = {
     "length_penalty": (1,),
     "modalities": (["text"],),
     "no_stop_trim": (False,),
-    "response_format": ({"type": "text"},),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
@@ -154,7 +152,8 @@ def read_chat(body: bytes) -> tuple[Sampling, Chat, SamplingParams]:
         raise HttpError(400, f"chat_template_kwargs must not set {name}", "chat_template_kwargs", "invalid_value")
     _check_continuation(chat)
     max_tokens = sampling.max_tokens if chat.max_completion_tokens is None else chat.max_completion_tokens
-    return sampling, chat, _params(sampling, max_tokens, (chat.top_logprobs or 0) if chat.logprobs else None)
+    params = _params(sampling, max_tokens, (chat.top_logprobs or 0) if chat.logprobs else None)
+    return sampling, chat, msgspec.structs.replace(params, constraint=constraints.read(body))
 
 
 def _check_continuation(chat: Chat) -> None:
@@ -178,6 +177,7 @@ def read_completion(body: bytes) -> tuple[Sampling, Completion, SamplingParams]:
     sampling, completion = decode(_sampling, body), decode(_completion, body)
     max_tokens = 16 if sampling.max_tokens is None else sampling.max_tokens
     params = _params(sampling, max_tokens, completion.logprobs)
+    params = msgspec.structs.replace(params, constraint=constraints.read(body))
     if completion.echo:
         start = completion.prompt_logprobs_start or 0
         params = msgspec.structs.replace(params, prompt_logprobs=completion.logprobs, prompt_logprobs_start=start)
