@@ -247,6 +247,25 @@ def test_a_dead_process_is_replaced_and_its_sequences_go_on(pool: Workers) -> No
         pool.close(row)
 
 
+def test_the_sequence_whose_mask_ends_processes_ends(pool: Workers) -> None:
+    """One try in its company, one alone; its company goes on."""
+    culprit, other = pool.open(schema(SCHEMA)), pool.open(schema(SCHEMA))
+    masks_of(pool, [culprit, other])
+    for _ in range(2):
+        process = max(descendants())
+        os.kill(process, 19)  # its mask is under way
+        pool.advance([(culprit, TOKENIZER.tokenize_str("{"))])
+        os.kill(process, 9)
+        mask = mask_of(pool, culprit)
+    assert mask.error is not None
+    pool.advance([(other, TOKENIZER.tokenize_str('{"a_'))])
+    mask = mask_of(pool, other)
+    assert mask.error is None
+    assert mask.forced
+    pool.close(culprit)
+    pool.close(other)
+
+
 def test_a_sequence_goes_on_elsewhere(pool: Workers) -> None:
     """Opened with the ids that it has accepted, it is where it was."""
     ids = TOKENIZER.tokenize_str('{"a_rather_long_name": "so \\" it')

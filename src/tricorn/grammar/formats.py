@@ -33,7 +33,8 @@ FARTHEST = (1 << 63) - 1024
 here, 1,023 short of their end."""
 
 INTEGERS: dict[str, dict[str, int]] = {
-    "int32": {"minimum": -(1 << 31), "maximum": (1 << 31) - 1},
+    **{f"int{bits}": {"minimum": -(1 << (bits - 1)), "maximum": (1 << (bits - 1)) - 1} for bits in (8, 16, 32)},
+    **{f"uint{bits}": {"minimum": 0, "maximum": (1 << bits) - 1} for bits in (8, 16, 32)},
     "int64": {"minimum": -FARTHEST, "maximum": FARTHEST},
 }
 """Bounds of numbers, from OpenAPI."""
@@ -41,5 +42,22 @@ INTEGERS: dict[str, dict[str, int]] = {
 ALIASES = {"url": "uri", "ip-address": "ipv4", "host-name": "hostname"}
 """Names from older versions, and from habit."""
 
-ANNOTATIONS = frozenset({"password", "binary", "float", "double", "utc-millisec"})
+ANNOTATIONS = frozenset({"password", "binary", "float", "double", "utc-millisec", "html", "commonmark"})
 """Names from OpenAPI and from older versions that restrict no JSON text."""
+
+REFUSED = frozenset(
+    {"regex", "idn-email", "idn-hostname", "iri-reference", "uri-template", "color", "style", "phone"}
+    | {"http-date", "media-range", "char", "decimal", "decimal128", "uint64", "double-int"}
+)
+"""Names that have a meaning which is not enforced. A name that no version of JSON Schema or OpenAPI defines has none:
+it is an annotation, as the standard says, unless it looks like a known one."""
+
+
+def looks_like(name: str) -> str | None:
+    """The known name that this one is another spelling of, such as "datetime"."""
+    plain = _plain(name)
+    return next((known for known in sorted({*KNOWN, *PATTERNS, *INTEGERS, *REFUSED}) if _plain(known) == plain), None)
+
+
+def _plain(name: str) -> str:
+    return "".join(filter(str.isalnum, name.lower()))

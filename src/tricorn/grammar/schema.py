@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from tricorn.grammar.constraint import ConstraintError
-from tricorn.grammar.formats import ALIASES, ANNOTATIONS, FARTHEST, INTEGERS, KNOWN, PATTERNS
+from tricorn.grammar.formats import ALIASES, ANNOTATIONS, FARTHEST, INTEGERS, KNOWN, PATTERNS, looks_like
 from tricorn.grammar.instances import Undecided, holds
 from tricorn.grammar.patterns import translate
 
@@ -38,7 +38,7 @@ REFUSED = {
     **dict.fromkeys(("contains", "minContains", "maxContains"), "counting items that match is not supported"),
     **dict.fromkeys(("discriminator", "extends", "disallow", "divisibleBy"), "this keyword is not supported"),
 }
-MOST_ALTERNATIVES = 64
+MOST_ALTERNATIVES = 128
 """Alternatives that one keyword may become."""
 
 EXACT = 1 << 53
@@ -364,7 +364,7 @@ class _Normalizer:
             )
         elif name in KNOWN:
             also.append(any_of([{"type": [t for t in TYPES if t != "string"]}, _of("string", format=name)]))
-        elif name not in ANNOTATIONS:
+        elif name not in ANNOTATIONS and looks_like(name):
             known = ", ".join(sorted({*INTEGERS, *PATTERNS, *KNOWN, *ALIASES}))
             raise ConstraintError(f"{name[:64]!r} is not enforced; known are {known}", path, "format")
 
@@ -568,7 +568,7 @@ class _Normalizer:
                     for name, part in value.items()
                     for need in ([{"required": part}] if isinstance(part, list) else [part])
                 ]
-            case "format" if value in ANNOTATIONS:
+            case "format" if value in ANNOTATIONS or not looks_like(ALIASES.get(value, value)):
                 return []
             case "uniqueItems" if not value:
                 return []
