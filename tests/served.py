@@ -17,9 +17,10 @@ START_SECONDS = 60
 
 @dataclass(frozen=True)
 class Served:
-    """Where it listens, and the model's name."""
+    """Where it listens, and the model's name. `grpc` is 0 without `--grpc-port`."""
 
     port: int
+    grpc: int = 0
     model: str = "small"
 
     @property
@@ -34,7 +35,7 @@ def served(engine: Path, *flags: str) -> Iterator[Served]:
     limits = ["--threads", "1", "--kv-bytes", "16M", "--max-sequences", "8", "--log-level", "warning"]
     process = subprocess.Popen([*command, *limits, *flags], stdout=subprocess.PIPE)
     try:
-        yield Served(_port(process))
+        yield _ready(process)
     finally:
         process.terminate()
         code = process.wait(60)
@@ -43,15 +44,16 @@ def served(engine: Path, *flags: str) -> Iterator[Served]:
     assert code == 0
 
 
-def _port(process: subprocess.Popen[bytes]) -> int:
+def _ready(process: subprocess.Popen[bytes]) -> Served:
     """Where it says that it listens, once it is ready."""
     assert process.stdout is not None
     end = time.monotonic() + START_SECONDS
     output = b""
-    while not (found := re.search(rb"http://127\.0\.0\.1:(\d+)[/\s]", output)):
+    while not (found := re.search(rb"http://127\.0\.0\.1:(\d+)/.*\n", output)):
         ready, _, _ = select.select([process.stdout], [], [], max(0.0, end - time.monotonic()))
         assert ready, f"the server does not start: {output!r}"
         part = process.stdout.read1(4096)  # type: ignore[attr-defined]
         assert part, f"the server ended with {process.wait()}"
         output += part
-    return int(found[1])
+    grpc = re.search(rb"gRPC on 127\.0\.0\.1:(\d+)", output)
+    return Served(int(found[1]), int(grpc[1]) if grpc else 0)

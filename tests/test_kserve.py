@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import queue
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+import tritonclient.grpc as grpc
 import tritonclient.http as http
 
 from served import Served, served
+from tricorn.server.grpc_messages import CLASSES, MESSAGES
 
 PROMPT = "the quick brown fox"
 
 
 @pytest.fixture(scope="module")
 def server(engine_for: Callable[..., Any]) -> Iterator[Served]:
-    with served(engine_for("llama")[1].path) as running:
+    with served(engine_for("llama")[1].path, "--grpc-port", "0") as running:
         yield running
 
 
@@ -278,3 +282,185 @@ def test_a_timeout_in_microseconds(client: http.InferenceServerClient) -> None:
     with pytest.raises(http.InferenceServerException) as caught:
         client.infer("small", text_inputs(http), timeout=1)
     assert caught.value.status() == "408"
+
+
+# --- gRPC
+
+
+@pytest.fixture
+def stub(server: Served) -> Iterator[grpc.InferenceServerClient]:
+    with grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
+        yield client
+
+
+def streamed(stub: grpc.InferenceServerClient, *requests: dict[str, Any]) -> list[Any]:
+    """All responses, or errors, of these requests in one stream."""
+    heard: queue.Queue[Any] = queue.Queue()
+    stub.start_stream(callback=lambda result, error: heard.put(error or result), stream_timeout=60)
+    for request in requests:
+        stub.async_stream_infer("small", **request)
+    stub.stop_stream()
+    return [heard.get_nowait() for _ in range(heard.qsize())]
+
+
+def final(result: Any) -> bool:
+    return bool(result.get_response().parameters["triton_final_response"].bool_param)
+
+
+def test_numbers_of_fields_are_the_published_ones() -> None:
+    """The wire form is held against that of the client's own generated code."""
+    from tritonclient.grpc import model_config_pb2, service_pb2
+
+    published: dict[str, Any] = {}
+    for file in (service_pb2.DESCRIPTOR, model_config_pb2.DESCRIPTOR):
+        for message in file.message_types_by_name.values():
+            published |= {message.name: message, **message.nested_types_by_name}
+    for name, fields in MESSAGES.items():
+        known = published[name].fields_by_name
+        ours = CLASSES[name].DESCRIPTOR.fields_by_name
+        for field in fields:
+            assert (ours[field].number, ours[field].is_repeated) == (known[field].number, known[field].is_repeated)
+            enumerated = known[field].enum_type is not None  # travels as a number
+            assert enumerated or ours[field].type == known[field].type
+
+
+def test_grpc_describes_the_server_and_the_model(stub: grpc.InferenceServerClient) -> None:
+    assert stub.is_server_live()
+    assert stub.is_server_ready()
+    assert stub.is_model_ready("small", "1")
+    assert stub.get_server_metadata().name == "tricorn"
+    metadata = stub.get_model_metadata("small")
+    assert (metadata.inputs[0].name, metadata.inputs[0].datatype) == ("text_input", "BYTES")
+    assert list(metadata.outputs[0].shape) == [-1, 1]
+    config = stub.get_model_config("tensorrt_llm").config
+    assert config.model_transaction_policy.decoupled
+    assert (config.input[0].name, config.input[0].data_type, list(config.input[0].dims)) == ("input_ids", 8, [-1])
+    assert config.input[2].optional
+    assert stub.get_model_repository_index().models[0].state == "READY"
+
+
+def test_grpc_infer_says_the_same_as_http(
+    server: Served, stub: grpc.InferenceServerClient, client: http.InferenceServerClient
+) -> None:
+    result = stub.infer("ensemble", text_inputs(grpc), request_id="r2", timeout=60_000_000)
+    assert said(result) == said(client.infer("ensemble", text_inputs(http))) == plain(server)["text"]
+    assert result.get_response().id == "r2"
+    prompt, output = ids_of(server)
+    fields: Any = {"input_ids": ("INT32", prompt), "request_output_len": ("INT64", 12), "temperature": ("FP32", 0.0)}
+    outputs = [grpc.InferRequestedOutput("output_ids")]
+    chosen = stub.infer("tensorrt_llm", tensors(grpc, **fields), outputs=outputs)
+    assert chosen.as_numpy("output_ids").reshape(-1).tolist() == output
+    assert chosen.as_numpy("sequence_length") is None
+
+
+def test_grpc_takes_typed_contents(server: Served) -> None:
+    """As clients without raw bytes send them."""
+    import grpc as transport
+
+    typed = {
+        "text_input": ("BYTES", {"bytes_contents": [PROMPT.encode()]}),
+        "max_tokens": ("INT32", {"int_contents": [12]}),
+        "temperature": ("FP32", {"fp32_contents": [0.0]}),
+        "random_seed": ("UINT64", {"uint64_contents": [7]}),
+    }
+    inputs = [
+        {"name": name, "datatype": datatype, "shape": [1, 1], "contents": contents}
+        for name, (datatype, contents) in typed.items()
+    ]
+    with transport.insecure_channel(f"127.0.0.1:{server.grpc}") as channel:
+        call = channel.unary_unary(
+            "/inference.GRPCInferenceService/ModelInfer",
+            CLASSES["ModelInferRequest"].SerializeToString,
+            CLASSES["ModelInferResponse"].FromString,
+        )
+        response = call(CLASSES["ModelInferRequest"](model_name="small", inputs=inputs), timeout=60)
+    assert response.raw_output_contents[0][4:].decode() == plain(server)["text"]
+
+
+def test_grpc_streams(server: Served, stub: grpc.InferenceServerClient) -> None:
+    inputs = text_inputs(grpc, stream=("BOOL", True))
+    results = streamed(stub, {"inputs": inputs, "request_id": "a", "enable_empty_final_response": True})
+    assert len(results) > 2
+    assert "".join(map(said, results)) == plain(server)["text"]
+    assert [final(result) for result in results] == [False] * (len(results) - 1) + [True]
+    assert {result.get_response().id for result in results} == {"a"}
+
+
+def test_grpc_streams_hold_many_requests(server: Served, stub: grpc.InferenceServerClient) -> None:
+    wanted = text_inputs(grpc, stream=("BOOL", True))
+    requests = [
+        {"inputs": wanted, "request_id": "a"},
+        {"inputs": text_inputs(grpc, temperature=("BYTES", "x")), "request_id": "bad"},
+        {"inputs": wanted, "request_id": "b"},
+        {"inputs": text_inputs(grpc), "request_id": "whole"},
+    ]
+    results = streamed(stub, *requests)
+    errors = [result for result in results if isinstance(result, Exception)]
+    assert ["temperature" in str(error) for error in errors] == [True]
+    for name in ("a", "b", "whole"):
+        mine = [r for r in results if not isinstance(r, Exception) and r.get_response().id == name]
+        assert "".join(map(said, mine)) == plain(server)["text"]
+        assert (len(mine) == 1) == (name == "whole")
+
+
+def test_grpc_async(server: Served) -> None:
+    import tritonclient.grpc.aio as aio
+
+    async def both() -> tuple[str, str]:
+        async with aio.InferenceServerClient(f"127.0.0.1:{server.grpc}") as client:
+            whole = await client.infer("small", text_inputs(grpc))
+
+            async def requests() -> Any:
+                yield {"model_name": "small", "inputs": text_inputs(grpc, stream=("BOOL", True))}
+
+            parts = [said(result) async for result, error in client.stream_infer(requests()) if error is None]
+            return said(whole), "".join(parts)
+
+    whole, parts = asyncio.run(both())
+    assert whole == parts != ""
+
+
+def test_a_cancelled_stream_ends_its_generation(server: Served, stub: grpc.InferenceServerClient) -> None:
+    heard: queue.Queue[Any] = queue.Queue()
+    stub.start_stream(callback=lambda result, error: heard.put(error or result))
+    stub.async_stream_infer("small", text_inputs(grpc, stream=("BOOL", True), max_tokens=("INT32", 100_000)))
+    assert said(heard.get(timeout=60))
+    stub.stop_stream(cancel_requests=True)
+    for _ in range(200):
+        state = httpx.get(f"{server.url}/debug/state", timeout=60).json()["server"]
+        if state["gate"]["sequences"] == 0:
+            break
+    assert state["gate"]["sequences"] == 0
+    assert [request["route"] for request in state["requests"]] == ["/debug/state"]
+
+
+@pytest.mark.parametrize(("fields", "named"), BAD_TENSORS)
+def test_grpc_names_the_tensor_at_fault(stub: grpc.InferenceServerClient, fields: dict[str, Any], named: str) -> None:
+    with pytest.raises(grpc.InferenceServerException, match=named) as caught:
+        stub.infer("small", text_inputs(grpc, **fields))
+    assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+
+
+def test_grpc_errors(stub: grpc.InferenceServerClient) -> None:
+    with pytest.raises(grpc.InferenceServerException, match="not served here") as caught:
+        stub.infer("other", text_inputs(grpc))
+    assert caught.value.status() == "StatusCode.NOT_FOUND"
+    with pytest.raises(grpc.InferenceServerException) as caught:
+        stub.infer("small", text_inputs(grpc), timeout=1)
+    assert caught.value.status() == "StatusCode.DEADLINE_EXCEEDED"
+    with pytest.raises(grpc.InferenceServerException) as caught:
+        stub.infer("small", text_inputs(grpc), headers={"x-request-timeout": "never"})
+    assert caught.value.status() == "StatusCode.INVALID_ARGUMENT"
+    with pytest.raises(grpc.InferenceServerException) as caught:
+        stub.get_inference_statistics("small")
+    assert caught.value.status() == "StatusCode.UNIMPLEMENTED"
+
+
+def test_grpc_counts_in_the_metrics(server: Served, stub: grpc.InferenceServerClient) -> None:
+    def counted() -> float:
+        lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total"))
+
+    before = counted()
+    stub.infer("small", text_inputs(grpc))
+    assert counted() == before + 12

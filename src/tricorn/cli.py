@@ -43,6 +43,9 @@ def serve(
     model: Model = DEFAULT_MODEL,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
+    grpc_port: Annotated[
+        int | None, typer.Option(help="Serve KServe's gRPC there too. [default: no gRPC]", min=0, max=65535)
+    ] = None,
     name: Annotated[str | None, typer.Option(help="The model's name in the API. [default: MODEL]")] = None,
     threads: Threads = None,
     kv_type: KvType = "f16",
@@ -108,6 +111,7 @@ def serve(
         name=name or _short(model),
         host=host,
         port=port,
+        grpc_port=grpc_port,
         max_waiting=max_waiting,
         max_waiting_tokens=max_waiting_tokens,
         max_wait=max_wait,

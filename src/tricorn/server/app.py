@@ -53,12 +53,13 @@ class ServerOptions:
     """How to serve. `name` is the model's name in the API. `max_waiting` bounds the sequences that wait for the engine
     beyond those that it runs at once, `max_waiting_tokens` their prompts (None: 16 contexts), and `max_wait` the
     seconds that a newcomer would wait (0: any): more are refused with 429. `drain_seconds` is how long requests may go
-    on after a signal to stop. `admin_key` opens /debug/state.
+    on after a signal to stop. `grpc_port` serves gRPC too. `admin_key` opens /debug/state.
     """
 
     name: str
     host: str = "127.0.0.1"
     port: int = 8000
+    grpc_port: int | None = None
     max_waiting: int = 256
     max_waiting_tokens: int | None = None
     max_wait: float = 60.0

@@ -218,6 +218,20 @@ class Exchange:
             await self.answer_json(fields, error.status, error.headers)
 
 
+def http_error(error: Exception) -> HttpError:
+    """What the client is told of whatever went wrong in a handler; what nobody has foreseen is logged."""
+    if isinstance(error, HttpError):
+        return error
+    if isinstance(error, BadRequest):
+        return from_bad_request(error)
+    if isinstance(error, Refused):
+        return from_refused(error)
+    if isinstance(error, EngineFailure):
+        return HttpError(500, str(error), code="engine_failure")
+    log.error("a request failed", exc_info=error)
+    return HttpError(500, "an internal error, see the server's log", code="internal_error")
+
+
 class Endpoint:
     """An ASGI application around one handler: whatever goes wrong in it becomes an answer, and the journal and
     `note_error` hear of it. `route` is how logs name it, `dialect` how its errors and streams are written.
@@ -244,18 +258,8 @@ class Endpoint:
                 await self._handle(exchange)
             except ClientGone:
                 pass
-            except HttpError as error:
-                await self._fail(exchange, error)
-            except BadRequest as error:
-                await self._fail(exchange, from_bad_request(error))
-            except Refused as error:
-                await self._fail(exchange, from_refused(error))
-            except EngineFailure as error:
-                await self._fail(exchange, HttpError(500, str(error), code="engine_failure"))
-            except Exception:
-                log.exception("a request failed")
-                message = "an internal error, see the server's log"
-                await self._fail(exchange, HttpError(500, message, code="internal_error"))
+            except Exception as error:
+                await self._fail(exchange, http_error(error))
 
     async def _fail(self, exchange: Exchange, error: HttpError) -> None:
         self._note_error(error)

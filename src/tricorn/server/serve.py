@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import uvicorn
 import uvloop
@@ -25,12 +25,16 @@ from tricorn.engine.options import EngineOptions
 from tricorn.engine.process import EngineProcess
 from tricorn.frontend.generate import EngineClient, Frontend, load_text
 from tricorn.request import TricornError
-from tricorn.server.app import ServerOptions, create_app
+from tricorn.server.app import Api, ServerOptions, create_app
 from tricorn.server.generation import Generations
+from tricorn.server.inference import Inference
 from tricorn.server.loading import Door
 from tricorn.server.logs import configure
 from tricorn.server.protocol import BoundedHttp
 from tricorn.server.tracing import Tracing, open_tracing
+
+if TYPE_CHECKING:
+    from tricorn.server import grpc_server
 
 T = TypeVar("T")
 
@@ -76,9 +80,19 @@ def listen(host: str, port: int) -> socket.socket:
 
 def serve(options: ServerOptions, engine: EngineOptions) -> int:
     """Serves the engine file of `engine` until a signal; gives the exit code. Raises TricornError when it cannot."""
+    if options.grpc_port is not None:
+        _check_grpc()
     listener = listen(options.host, options.port)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(run(load(engine), options, listener))
+
+
+def _check_grpc() -> None:
+    """Raises TricornError when gRPC is not installed."""
+    try:
+        import tricorn.server.grpc_server  # noqa: F401
+    except ImportError as error:
+        raise TricornError(f"--grpc-port needs {error.name}: pip install 'tricorn[grpc]'") from None
 
 
 async def load(engine: EngineOptions) -> Frontend:
@@ -200,10 +214,14 @@ class Serving:
         app = create_app(frontend, self._options, self._tracing)
         work: Generations = app.state.api.work
         self._door.app = app
+        grpc: grpc_server.Listener | None = None
         try:
+            if self._options.grpc_port is not None:
+                grpc = await self._listen_grpc(app.state.api, self._options.grpc_port)
             while not self._server.started:
                 await asyncio.sleep(0.005)
-            print(_greeting(self._options, self._listener.getsockname()[1]), flush=True)
+            port = self._listener.getsockname()[1]
+            print(_greeting(self._options, port, None if grpc is None else grpc.port), flush=True)
             while not self._signals and work.status != "dead":
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._signal.wait(), WATCH_SECONDS)
@@ -213,8 +231,17 @@ class Serving:
                 return 1
             return 0
         finally:
+            if grpc is not None:
+                await grpc.stop()
             frontend.close()
             await self._close(frontend.client)
+
+    async def _listen_grpc(self, api: Api, port: int) -> grpc_server.Listener:
+        """Serves gRPC beside HTTP. Raises TricornError when it cannot."""
+        from tricorn.server import grpc_server  # an extra: most servers do without
+
+        service = grpc_server.Service(Inference(api.work), api.journal, api.metrics.error)
+        return await grpc_server.listen(service, self._options.host, port)
 
     async def _close(self, client: EngineClient) -> None:
         """Ends the engine, which may take its time to save what it has cached. After a second signal it does not: this
@@ -236,11 +263,12 @@ class Serving:
         work.cut()
 
 
-def _greeting(options: ServerOptions, port: int) -> str:
+def _greeting(options: ServerOptions, port: int, grpc_port: int | None) -> str:
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(options.host, options.host)
     body = {"model": options.name, "messages": [{"role": "user", "content": "Hello!"}]}
+    beside = "" if grpc_port is None else f", gRPC on {host}:{grpc_port}"
     return (
-        f"Serving {options.name} on http://{host}:{port}/v1\n\n"
+        f"Serving {options.name} on http://{host}:{port}/v1{beside}\n\n"
         f"  curl http://{host}:{port}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
         f"    -d '{json.dumps(body)}'\n"
     )
