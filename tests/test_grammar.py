@@ -75,7 +75,19 @@ def test_a_bit_is_set_for_the_ids_that_the_matcher_takes(kind: str, source: Any)
 
 
 @pytest.mark.parametrize(
-    "pattern", ["(a|b)*abb", "a{2,3}b?", "[^a]b", r"\d+", "a|", "(ab|a)(c|bcd)", "[^\\x00-\\x{10ffff}a]|b"]
+    "pattern",
+    [
+        "(a|b)*abb",
+        "[a/]b",
+        "[1[]?b",
+        "[ac]{2}&?",
+        "a{2,3}b?",
+        "[^a]b",
+        r"\d+",
+        "a|",
+        "(ab|a)(c|bcd)",
+        "[^\\x00-\\x{10ffff}a]|b",
+    ],
 )
 def test_a_regex_is_matched_as_a_whole(pattern: str) -> None:
     root = matcher(TOKENIZER, "regex", pattern)

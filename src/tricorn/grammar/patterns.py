@@ -13,22 +13,22 @@ PIECE = re.compile(
 U0001 = re.compile(r"\\(?:x01|u0001|x\{0*1\}|u\{0*1\}|cA)|\x01")
 
 
-def translate(pattern: str, path: str, keyword: str) -> str:
+def translate(pattern: str, path: str, keyword: str, *, quoted: bool = True) -> str:
     """The pattern with every class closed against two differences: inside of a class, Rust has nested classes and set
     operators; and a class with all control characters lets the engine write a quote or a backslash that the class
     forbids. U+0001, which our strings cannot hold, is taken out of every class, so that no class has all of them.
 
-    Raises ConstraintError for what cannot be said.
+    `quoted` False is for text that is no JSON string: U+0001 stays. Raises ConstraintError for what cannot be said.
     """
-    return PIECE.sub(lambda found: _piece(found[0], path, keyword), pattern)
+    return PIECE.sub(lambda found: _piece(found[0], path, keyword, quoted), pattern)
 
 
-def _piece(piece: str, path: str, keyword: str) -> str:
+def _piece(piece: str, path: str, keyword: str, quoted: bool) -> str:
     if piece[0] == "\\" and piece[1:2] in ("p", "P"):
-        return f"[{piece}&&[^\\x01]]"
+        return f"[{piece}&&[^\\x01]]" if quoted else piece
     found = CLASS.fullmatch(piece)
     if found is None:
-        if U0001.fullmatch(piece):
+        if quoted and U0001.fullmatch(piece):
             raise ConstraintError("strings cannot hold U+0001", path, keyword)
         return piece
     sign, inner = found[1], found[2]
@@ -38,4 +38,4 @@ def _piece(piece: str, path: str, keyword: str) -> str:
     if "--" in inner or "[:" in inner:
         raise ConstraintError(f"the class {piece!r} means different things to different readers", path, keyword)
     inner = re.sub(r"\\.|[\[&~]", lambda one: one[0] if one[0][0] == "\\" else "\\" + one[0], inner, flags=re.DOTALL)
-    return f"[[{sign}{inner}]&&[^\\x01]]"
+    return f"[[{sign}{inner}]&&[^\\x01]]" if quoted else f"[{sign}{inner}]"

@@ -16,9 +16,10 @@ MOST_DEPTH = 32
 ANY = "(?s:.*)"
 
 
-def to_lark(tag: Any, json_schema: Callable[[Any, str], str]) -> str:
-    """The Lark grammar of a structural tag. `json_schema` gives the text of a normalized schema."""
-    writer = _Writer(json_schema)
+def to_lark(tag: Any, json_schema: Callable[[Any, str], str], regex: Callable[[str], str]) -> str:
+    """The Lark grammar of a structural tag. `json_schema` gives the text of a normalized schema, `regex` an
+    expression as it stands between slashes."""
+    writer = _Writer(json_schema, regex)
     if not isinstance(tag, dict):
         raise ConstraintError("must be an object", "#")
     if "structures" in tag:
@@ -43,8 +44,8 @@ def to_lark(tag: Any, json_schema: Callable[[Any, str], str]) -> str:
 
 
 class _Writer:
-    def __init__(self, json_schema: Callable[[Any, str], str]) -> None:
-        self.json_schema = json_schema
+    def __init__(self, json_schema: Callable[[Any, str], str], regex: Callable[[str], str]) -> None:
+        self.json_schema, self.regex = json_schema, regex
         self.lines: list[str] = []
 
     def rule(self, body: str, attributes: str = "") -> str:
@@ -76,7 +77,7 @@ class _Writer:
                 return self.rule(f"%json {schema}") + f" {tail}"
             case "regex":
                 _only(format, {"type", "pattern"}, path)
-                pattern = _string(format, "pattern", path).replace("/", "\\/").replace("\n", "\\n")
+                pattern = self.regex(_string(format, "pattern", path))
                 return self.terminal(f"/(?:{pattern}){literal(end)}/")
             case "any_text":
                 return self.any_text(format, path, last, end)

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from tricorn.grammar import gbnf, lark, tags
+from tricorn.grammar import gbnf, lark, patterns, tags
 from tricorn.grammar.constraint import ConstraintError
 from tricorn.grammar.schema import normalize
 from tricorn.request import Constraint
@@ -32,7 +32,7 @@ def to_grammar(constraint: Constraint) -> str:
         case "json_object":
             return _grammars(f"start: %json {json_text({'type': 'object'})}\n")
         case "regex":
-            return _grammars(f"start: SENTENCE\nSENTENCE: /{_slashes(constraint.source)}/\n")
+            return _grammars(f"start: SENTENCE\nSENTENCE: /{slashes(constraint.source)}/\n")
         case "choice":
             return _grammars(f"start: SENTENCE\nSENTENCE: /{_choice(lark.decode_json(constraint.source))}/\n")
         case "lark":
@@ -40,7 +40,7 @@ def to_grammar(constraint: Constraint) -> str:
         case "gbnf":
             return _grammars(gbnf.to_lark(constraint.source))
         case "structural_tag":
-            return _grammars(tags.to_lark(lark.decode_json(constraint.source), json_text))
+            return _grammars(tags.to_lark(lark.decode_json(constraint.source), json_text, slashes))
     raise ConstraintError(f"unknown kind {constraint.kind!r}")
 
 
@@ -62,10 +62,11 @@ def _grammars(text: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": text}]})
 
 
-def _slashes(pattern: str) -> str:
-    """A regular expression as it is written between slashes."""
+def slashes(pattern: str) -> str:
+    """A regular expression as it is written between slashes; classes are those of Python."""
     if not pattern:
         return "(?:)"
+    pattern = patterns.translate(pattern, "", "regex", quoted=False)
     escaped = re.sub(r"\\.|/", lambda found: "\\/" if found[0] == "/" else found[0], pattern, flags=re.DOTALL)
     return escaped.replace("\n", "\\n").replace("\r", "\\r")
 
