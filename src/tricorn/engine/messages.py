@@ -70,6 +70,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Of the hits, those read back from the disk tier."""
     prompt_tokens: int = 0
     generated_tokens: int = 0
+    forced_tokens: int = 0
+    """Of the generated ones, those that a grammar forced: they were not sampled."""
     prefill_rows: int = 0
     decode_rows: int = 0
     steps: dict[str, int] = {}

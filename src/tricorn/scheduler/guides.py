@@ -35,7 +35,6 @@ class Guides:
         self._slots = slots
         self._fast_forward = fast_forward
         self._guided: dict[int, Sequence] = {}
-        self.forced_tokens = 0
 
     def __bool__(self) -> bool:
         return bool(self._guided)
@@ -125,5 +124,4 @@ class Guides:
             slots.length[slot] = position + len(forced)
             sequence.forced, sequence.mask = forced[1:], None
             self._workers.advance([(sequence.guide, forced)])
-            self.forced_tokens += len(forced)
         return only

@@ -509,6 +509,7 @@ class Scheduler:
             self.counts["prompt_tokens"] += sequence.prompt_tokens
         logprobs = None if sequence.logprobs is None else [_logprobs(result, row, sequence.logprobs)]
         forced, sequence.forced = sequence.forced, None
+        self.counts["forced_tokens"] += 0 if forced is None else 1 + len(forced)
         tokens: list[int] = []
         for new in [token, *(forced or ())]:
             tokens.append(new)
