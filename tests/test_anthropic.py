@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -156,7 +157,9 @@ def test_the_end_of_the_context(client: anthropic.Anthropic) -> None:
         ({"messages": [{"role": "assistant", "content": "x"}]}, "messages"),
         ({"stop_sequences": [""]}, "stop_sequences[0]"),
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
+        ({"output_format": {"type": "json_schema"}}, "output_format"),
+        ({"guided_regex": "x"}, "guided_regex"),
         ({"seed": 1}, "seed"),
     ],
 )
@@ -183,6 +186,14 @@ def test_errors_are_those_of_the_client(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.APIStatusError) as caught:
         client.messages.create(**call(), extra_headers=late)
     assert caught.value.status_code == 408
+
+
+def test_an_answer_of_a_schema(client: anthropic.Anthropic) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    form = {"format": {"type": "json_schema", "schema": {**schema, "additionalProperties": False}}}
+    message = client.messages.create(**call(max_tokens=64, output_config=form))
+    assert list(json.loads(text(message))) == ["ok"]
+    assert message.stop_reason == "end_turn"
 
 
 def test_both_protocols_say_the_same(server: Served, client: anthropic.Anthropic) -> None:

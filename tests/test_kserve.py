@@ -160,6 +160,13 @@ def test_words_and_ids_that_stop(server: Served, client: http.InferenceServerCli
     assert client.infer("small", [*inputs, words]).as_numpy("output_ids").reshape(-1).tolist() == before
 
 
+def test_guided_decoding(client: http.InferenceServerClient) -> None:
+    guides = {"regex": "(yes|no)", "ebnf_grammar": 'root ::= "yes" | "no"'}
+    for kind, guide in guides.items():
+        fields = {"guided_decoding_guide_type": ("BYTES", kind), "guided_decoding_guide": ("BYTES", guide)}
+        assert said(client.infer("small", text_inputs(http, **fields))) in ("yes", "no")
+
+
 def test_generate(server: Served) -> None:
     url = f"{server.url}/v2/models/ensemble/generate"
     body = {"text_input": PROMPT, "max_tokens": 12, "temperature": 0, "bad_words": "", "stop_words": ""}
@@ -193,6 +200,7 @@ BAD_FIELDS = [
     ({"beam_width": 2}, "beam_width"),
     ({"num_return_sequences": 2}, "num_return_sequences"),
     ({"guided_decoding_guide": "{}"}, "guided_decoding_guide"),
+    ({"guided_decoding_guide_type": "xml", "guided_decoding_guide": "x"}, "guided_decoding_guide_type"),
     ({"unheard_of": 1}, "unheard_of"),
     ({"parameters": {"sequence_id": 3}}, "sequence_id"),
 ]

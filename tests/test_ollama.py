@@ -131,6 +131,15 @@ def test_logprobs(client: ollama.Client) -> None:
     assert sum(len(part.logprobs or ()) for part in parts) == 12
 
 
+def test_format(client: ollama.Client) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    options = {"temperature": 0, "num_predict": 64}
+    answer = chat(client, format={**schema, "additionalProperties": False}, options=options)
+    assert list(json.loads(answer.message.content)) == ["ok"]
+    assert answer.done_reason == "stop"
+    assert generate(client, format="json", options=options).response.lstrip()[0] == "{"
+
+
 def test_no_prompt_asks_to_load(client: ollama.Client) -> None:
     assert generate(client, "", keep_alive=0).done_reason == "load"
     assert chat(client, messages=[]).done_reason == "load"
@@ -153,8 +162,8 @@ def test_the_model_is_shown(client: ollama.Client, server: Served) -> None:
         ({"model": None}, "model"),
         ({"messages": [{"role": "robot"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": "x", "images": ["aaaa"]}]}, "messages[0].images"),
-        ({"format": "json"}, "format"),
-        ({"format": {"type": "object"}}, "format"),
+        ({"format": "xml"}, "format"),
+        ({"options": {"guided_regex": "x"}}, "options.guided_regex"),
         ({"template": "{{ .Prompt }}"}, "template"),
         ({"think": True}, "think"),
         ({"options": {"temperature": -1}}, "options.temperature"),

@@ -21,6 +21,7 @@ from tricorn.frontend.template import PART_JOINER
 from tricorn.request import SamplingParams, Service
 from tricorn.server import schema
 from tricorn.server.bodies import Refusals, check_form, decode
+from tricorn.server.constraints import json_constraint
 from tricorn.server.errors import HttpError, too_late
 from tricorn.server.exchange import EVENTS, Dialect, Exchange, event
 from tricorn.server.generation import Generations, Routes, service_of, unserved
@@ -87,6 +88,19 @@ class Message(msgspec.Struct, frozen=True):
     content: str | list[Text | ToolUse | ToolResult | Thinking]
 
 
+class Format(msgspec.Struct, frozen=True):
+    """What the answer must be."""
+
+    type: Literal["json_schema"]
+    schema: Fields
+
+
+class OutputConfig(msgspec.Struct, frozen=True):
+    """How the answer is to be; an effort beside it changes nothing."""
+
+    format: Format | None = None
+
+
 class Prompt(msgspec.Struct, frozen=True):
     """The fields that make a prompt."""
 
@@ -105,10 +119,13 @@ class Ask(Prompt, frozen=True, kw_only=True):
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
     top_p: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None
     metadata: Fields | None = None
+    output_config: OutputConfig | None = None
 
     @property
     def params(self) -> SamplingParams:
+        form = None if self.output_config is None else self.output_config.format
         return SamplingParams(
+            constraint=None if form is None else json_constraint(form.schema),
             max_tokens=self.max_tokens,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_k=self.top_k or 0,
@@ -117,21 +134,17 @@ class Ask(Prompt, frozen=True, kw_only=True):
         )
 
 
-_OPENAI = {name for kind in (schema.Sampling, schema.Chat) for name in kind.__struct_fields__} | schema.REFUSED.keys()
-
 REFUSED: Refusals = {
-    **dict.fromkeys(_OPENAI - set(Ask.__struct_fields__), ()),
+    **dict.fromkeys(schema.KNOWN - set(Ask.__struct_fields__), ()),
     "container": (),
     "context_management": ({},),
     "mcp_servers": ([],),
-    "output_config": ({},),
     "output_format": (),
     "speed": ("standard",),
     "thinking": ({"type": "disabled"},),
     "tool_choice": ({"type": "none"}, {"type": "auto"}),
     "tools": ([],),
 }
-"""Constrained output would enter at `output_config`."""
 
 _ask = msgspec.json.Decoder(Ask)
 _prompt = msgspec.json.Decoder(Prompt)

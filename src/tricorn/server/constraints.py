@@ -70,12 +70,22 @@ def read(body: bytes) -> Constraint | None:
 def _constraint(kind: ConstraintKind | None, value: Any) -> Constraint:
     """`kind` None: a grammar, in the notation it is written in."""
     if kind is None:
-        kind = "gbnf" if "::=" in value else "lark"
+        kind = grammar_kind(value)
     if kind == "json_object":
         return Constraint(kind)
     if kind in ("json_schema", "structural_tag", "choice") and not isinstance(value, str):
         return Constraint(kind, msgspec.json.encode(value).decode())
     return Constraint(kind, value)
+
+
+def grammar_kind(source: str) -> ConstraintKind:
+    """The notation in which a grammar is written."""
+    return "gbnf" if "::=" in source else "lark"
+
+
+def json_constraint(schema: Any) -> Constraint:
+    """JSON that a schema allows."""
+    return Constraint("json_schema", msgspec.json.encode(schema).decode())
 
 
 def _response_format(value: dict[str, Any]) -> Constraint | None:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
 from tricorn.engine.gate import Ticket
 from tricorn.frontend.generate import Delta, join
-from tricorn.request import SamplingParams, Service
+from tricorn.request import Constraint, SamplingParams, Service
 from tricorn.server import schema
 from tricorn.server.bodies import Refusals, check_refused, convert
+from tricorn.server.constraints import grammar_kind
 from tricorn.server.errors import HttpError, printable, too_late
 from tricorn.server.exchange import Exchange
 from tricorn.server.generation import Generations, service_of, unserved
@@ -31,6 +32,7 @@ NAMES = ("ensemble", "tensorrt_llm_bls", "tensorrt_llm")
 
 Words = str | Annotated[list[str], Meta(max_length=schema.MAX_STOPS)]
 Ids = schema.Id | list[schema.Id]
+GuideType = Literal["json", "json_schema", "regex", "ebnf_grammar", "structural_tag"]
 
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,6 +60,20 @@ class Text(Asked, frozen=True, kw_only=True, forbid_unknown_fields=True):
     top_p: Annotated[float, Meta(ge=0.0, le=1.0)] | None = None
     stop_words: Words | None = None
     stream: bool | None = None
+    guided_decoding_guide_type: GuideType | None = None
+    guided_decoding_guide: str | None = None
+
+    @property
+    def constraint(self) -> Constraint | None:
+        """What the answer must be. Raises HttpError 400."""
+        kind, guide = self.guided_decoding_guide_type, self.guided_decoding_guide
+        if kind == "json":
+            return Constraint("json_object")
+        if kind is None or not guide:
+            if kind is None and not guide:
+                return None
+            raise fault("guided_decoding_guide", "needs guided_decoding_guide_type, and the other way round")
+        return Constraint(grammar_kind(guide) if kind == "ebnf_grammar" else kind, guide)
 
 
 class Numbers(Asked, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -74,13 +90,12 @@ class Numbers(Asked, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 # fmt: off
 _NEVER = (
-    "bad_words", "bad_words_list", "cross_attention_mask", "decoder_input_ids", "decoder_text_input", "draft_input_ids",
-    "draft_logits", "embedding_bias", "embedding_bias_weights", "embedding_bias_words", "guided_decoding_guide",
-    "guided_decoding_guide_type", "image_input", "lora_config", "lora_task_id", "lora_weights",
-    "prompt_embedding_table",
-    "prompt_table_extra_id", "prompt_table_extra_ids", "prompt_vocab_size", "retention_token_range_ends",
-    "retention_token_range_priorities", "retention_token_range_starts", "top_p_decay", "top_p_min", "top_p_reset_ids",
-    "runtime_top_p_decay", "runtime_top_p_min", "runtime_top_p_reset_ids",
+    "bad_words", "bad_words_list", "cross_attention_mask", "decoder_input_ids", "decoder_text_input",
+    "draft_input_ids", "draft_logits", "embedding_bias", "embedding_bias_weights", "embedding_bias_words",
+    "image_input", "lora_config", "lora_task_id", "lora_weights", "prompt_embedding_table", "prompt_table_extra_id",
+    "prompt_table_extra_ids", "prompt_vocab_size", "retention_token_range_ends", "retention_token_range_priorities",
+    "retention_token_range_starts", "top_p_decay", "top_p_min", "top_p_reset_ids", "runtime_top_p_decay",
+    "runtime_top_p_min", "runtime_top_p_reset_ids",
 )
 # fmt: on
 
@@ -100,7 +115,6 @@ REFUSED: Refusals = {
     "stop": (False,),
     "use_draft_logits": (False,),
 }
-"""Constrained output would enter at `guided_decoding_guide`."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +148,8 @@ TEXT_INPUTS = (
     Port("top_k", "INT32"),
     Port("top_p", "FP32"),
     Port("stop_words", "BYTES", -1),
+    Port("guided_decoding_guide_type", "BYTES"),
+    Port("guided_decoding_guide", "BYTES"),
     Port("stream", "BOOL"),
     *_SHARED,
 )
@@ -222,6 +238,7 @@ def params_of(asked: Text | Numbers, own_ends: Sequence[int]) -> SamplingParams:
         stop=_words(asked.stop_words) if isinstance(asked, Text) else (),
         stop_token_ids=ends,
         ignore_eos=not ours,
+        constraint=asked.constraint if isinstance(asked, Text) else None,
         logprobs=0 if asked.return_log_probs else None,
     )
 

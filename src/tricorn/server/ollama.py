@@ -21,9 +21,10 @@ from msgspec import Meta
 from tricorn import __version__
 from tricorn.engine.gate import Ticket
 from tricorn.frontend.generate import Delta, join
-from tricorn.request import SamplingParams, Service
+from tricorn.request import Constraint, SamplingParams, Service
 from tricorn.server import answers, schema
 from tricorn.server.bodies import Refusals, check_form, check_refused, decode
+from tricorn.server.constraints import json_constraint
 from tricorn.server.errors import HttpError, too_late
 from tricorn.server.exchange import Dialect, Exchange
 from tricorn.server.generation import Generations, Routes, service_of, unserved
@@ -114,12 +115,17 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     model: Annotated[str, Meta(max_length=512)]
     stream: bool | None = None
     options: Options | None = None
+    format: Literal["", "json"] | Fields | None = None
     logprobs: bool | None = None
     top_logprobs: schema.Alternatives | None = None
 
     @property
     def params(self) -> SamplingParams:
-        return (self.options or Options()).params((self.top_logprobs or 0) if self.logprobs else None)
+        params = (self.options or Options()).params((self.top_logprobs or 0) if self.logprobs else None)
+        if not self.format:
+            return params
+        constraint = Constraint("json_object") if self.format == "json" else json_constraint(self.format)
+        return msgspec.structs.replace(params, constraint=constraint)
 
 
 class Chat(Ask, frozen=True, kw_only=True):
@@ -148,7 +154,6 @@ class _Given(msgspec.Struct, frozen=True):
 
 
 REFUSED: Refusals = {
-    "format": ("",),
     "context": ([],),
     "images": ([],),
     "suffix": ("",),
@@ -156,12 +161,9 @@ REFUSED: Refusals = {
     "think": (False,),
     "tools": ([],),
 }
-"""Constrained output would enter at `format`."""
-
-_OPENAI = {*schema.Sampling.__struct_fields__, *schema.REFUSED.keys()}
 
 REFUSED_OPTIONS: Refusals = {
-    **dict.fromkeys(_OPENAI - set(Options.__struct_fields__), ()),
+    **dict.fromkeys(schema.KNOWN - set(Options.__struct_fields__), ()),
     "mirostat": (0,),
     "penalize_newline": (True,),
     "tfs_z": (1,),

@@ -135,6 +135,12 @@ REFUSED: Refusals = {
     "typical_p": (1,),
     "use_beam_search": (False,),
 }
+
+KNOWN = REFUSED.keys() | {
+    name for kind in (Sampling, Chat, Completion, constraints.Constrained) for name in kind.__struct_fields__
+}
+"""Every field that has a meaning here. Other protocols refuse those that have none there."""
+
 _sampling = msgspec.json.Decoder(Sampling)
 _chat = msgspec.json.Decoder(Chat)
 _completion = msgspec.json.Decoder(Completion)
