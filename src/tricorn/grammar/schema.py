@@ -233,17 +233,18 @@ class _Normalizer:
         if values is None:
             return None
         try:
-            return [value for value in values if holds(schema, value, self.resolve)]
+            named = "const" if "const" in schema else "enum"
+            rest = {key: part for key, part in schema.items() if key != named}
+            return [value for value in values if holds(rest, value, self.resolve)]
         except (Undecided, TypeError, KeyError, AttributeError, RecursionError):
             return None
 
     def listed(self, schema: Schema, depth: int = 0) -> list[Any] | None:
         if not isinstance(schema, dict) or depth > 8:
             return None
-        if "const" in schema:
-            return [schema["const"]]
-        if "enum" in schema:
-            return list(schema["enum"])
+        own = _listed(schema)
+        if own is not None:
+            return own
         inner = [*schema.get("allOf", [])]
         if "$ref" in schema:
             inner.append(self.resolve(schema["$ref"]))
@@ -725,6 +726,11 @@ class _Normalizer:
         listed = schema.get("type", TYPES)
         names = [listed] if isinstance(listed, str) else listed
         return {"number" if name == "integer" else name for name in names}
+
+
+def _listed(schema: dict[str, Any]) -> list[Any] | None:
+    """The values that the schema itself names: of both keywords, the single one."""
+    return [schema["const"]] if "const" in schema else list(schema["enum"]) if "enum" in schema else None
 
 
 def _inhabited(schema: Schema, known: set[str]) -> bool:
