@@ -29,9 +29,9 @@ class Served:
 
 
 @contextmanager
-def served(engine: Path, *flags: str) -> Iterator[Served]:
-    """`tricorn serve` on a free port; it must end well."""
-    command = [sys.executable, "-m", "tricorn.cli", "serve", str(engine), "--port", "0", "--name", "small"]
+def served(engine: Path | str, *flags: str) -> Iterator[Served]:
+    """`tricorn serve` on a free port, of an engine file or a built-in model; it must end well."""
+    command = [sys.executable, "-m", "tricorn.cli", "serve", str(engine), "--port", "0", "--name", Served.model]
     limits = ["--threads", "1", "--kv-bytes", "16M", "--max-sequences", "8", "--log-level", "warning"]
     process = subprocess.Popen([*command, *limits, *flags], stdout=subprocess.PIPE)
     try:

@@ -23,9 +23,9 @@ class Door:
             await self.app(scope, receive, send)
             return
         exchange = Exchange(scope, receive, send)
-        if scope["path"] == "/health":
+        if scope["path"] in ("/health", "/v2/health/live"):
             await exchange.answer_json({"status": "ok"})
-        elif scope["path"] == "/ready":
+        elif scope["path"] in ("/ready", "/v2/health/ready"):
             await answer_ready(exchange, "loading")
         else:
             with suppress(HttpError, ClientGone):
