@@ -19,6 +19,7 @@ START_SECONDS = 60
 class Served:
     """Where it listens, and the model's name. `grpc` is 0 without `--grpc-port`."""
 
+    pid: int
     port: int
     grpc: int = 0
     model: str = "small"
@@ -26,6 +27,12 @@ class Served:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def engine_pid(self) -> int:
+        """The process of the engine."""
+        children = (path.read_text().split() for path in Path(f"/proc/{self.pid}/task").glob("*/children"))
+        return max(int(pid) for pids in children for pid in pids)
 
 
 @contextmanager
@@ -56,4 +63,4 @@ def _ready(process: subprocess.Popen[bytes]) -> Served:
         assert part, f"the server ended with {process.wait()}"
         output += part
     grpc = re.search(rb"gRPC on 127\.0\.0\.1:(\d+)", output)
-    return Served(int(found[1]), int(grpc[1]) if grpc else 0)
+    return Served(process.pid, int(found[1]), int(grpc[1]) if grpc else 0)

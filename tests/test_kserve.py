@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import queue
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -440,6 +442,20 @@ def test_a_cancelled_stream_ends_its_generation(server: Served, stub: grpc.Infer
             break
     assert state["gate"]["sequences"] == 0
     assert [request["route"] for request in state["requests"]] == ["/debug/state"]
+
+
+def test_a_stream_outlives_its_engine(server: Served, stub: grpc.InferenceServerClient) -> None:
+    inputs = text_inputs(grpc, stream=("BOOL", True), max_tokens=("INT32", 100_000))
+    (whole,) = streamed(stub, {"inputs": text_inputs(grpc, max_tokens=("INT32", 100_000))})
+    heard: queue.Queue[Any] = queue.Queue()
+    stub.start_stream(callback=lambda result, error: heard.put(error or result))
+    stub.async_stream_infer("small", inputs)
+    first = heard.get(timeout=60)
+    os.kill(server.engine_pid, signal.SIGKILL)
+    stub.stop_stream()
+    results = [first, *(heard.get_nowait() for _ in range(heard.qsize()))]
+    assert final(results[-1])
+    assert "".join(map(said, results)) == said(whole)
 
 
 @pytest.mark.parametrize(("fields", "named"), BAD_TENSORS)
