@@ -66,6 +66,22 @@ def serve(
             show_envvar=True,
         ),
     ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A key that requests must show; give it several times for several. @FILE reads them from there, one in"
+            " a line. Others on this machine can see the command line: prefer a file or the environment."
+            " [default: no key is asked for]",
+            envvar="TRICORN_API_KEY",
+            show_envvar=True,
+        ),
+    ] = None,
+    rate_limit_requests: Annotated[
+        int | None, typer.Option(help="Requests that each key may make in a minute. [default: any]", min=1)
+    ] = None,
+    rate_limit_tokens: Annotated[
+        int | None, typer.Option(help="Tokens, in and out, that each key may use in a minute. [default: any]", min=1)
+    ] = None,
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], typer.Option(help="info tells of each request that ends.")
     ] = "info",
@@ -103,9 +119,10 @@ def serve(
     from tricorn.compiler import ensure
     from tricorn.server.admin import read_key
     from tricorn.server.app import ServerOptions
+    from tricorn.server.guard import read_keys
     from tricorn.server.serve import serve as run
 
-    key = read_key(admin_key)
+    key, api_keys = read_key(admin_key), read_keys(api_key or ())
     path = ensure(model)
     options = ServerOptions(
         name=name or _short(model),
@@ -117,6 +134,9 @@ def serve(
         max_wait=max_wait,
         drain_seconds=drain_timeout,
         admin_key=key,
+        api_keys=api_keys,
+        rate_limit_requests=rate_limit_requests,
+        rate_limit_tokens=rate_limit_tokens,
         log_level=log_level,
         log_format=log_format,
     )
@@ -495,6 +515,20 @@ def bench_stalls(
     from tricorn.bench import stalls
 
     _report(stalls.run(model, seconds, short=short, seed=seed, tell=_tell), json)
+
+
+@bench.command("structured")
+def bench_structured(
+    model: ModelOption = DEFAULT_MODEL,
+    tokens: Annotated[int, typer.Option(help="Tokens of each plain answer.", min=16)] = 128,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Measure what constraints cost, hostile grammars do to others, and forced ids save."""
+    from tricorn.bench import structured
+    from tricorn.compiler import ensure
+
+    _report(structured.run(_engine_options(ensure(model), threads, "f16", None), tokens, _tell), json)
 
 
 @bench.command("soak")

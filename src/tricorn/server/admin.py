@@ -21,15 +21,20 @@ def read_key(text: str | None) -> str | None:
             text = Path(text[1:]).read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
             raise TricornError(f"the admin key cannot be read from {text[1:]}: {error}") from None
+    return check_key(text, "admin key")
+
+
+def check_key(text: str, what: str) -> str:
+    """The key itself. Raises TricornError when no header could carry it."""
     if not text or not text.isascii() or not text.isprintable() or " " in text:
-        raise TricornError("the admin key must be printable ASCII characters without spaces")
+        raise TricornError(f"the {what} must be printable ASCII characters without spaces")
     return text
 
 
 def check_admin(authorization: bytes | None, key: str | None, host: str) -> None:
     """Raises HttpError 401 or 403. `host` is the address that the server is bound to."""
     if key is None:
-        if not _is_loopback(host):
+        if not is_loopback(host):
             raise HttpError(
                 403,
                 "this server can be reached from other machines: start it with --admin-key to open this route",
@@ -38,10 +43,13 @@ def check_admin(authorization: bytes | None, key: str | None, host: str) -> None
         return
     scheme, _, given = (authorization or b"").partition(b" ")
     if scheme.lower() != b"bearer" or not hmac.compare_digest(given.strip(), key.encode()):
-        raise HttpError(401, "this route needs the admin key: Authorization: Bearer KEY", code="invalid_admin_key")
+        error = HttpError(401, "this route needs the admin key: Authorization: Bearer KEY", code="invalid_admin_key")
+        error.headers += ((b"www-authenticate", b"Bearer"),)
+        raise error
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

@@ -24,7 +24,8 @@ from tricorn.server.bodies import Refusals, check_form, decode
 from tricorn.server.constraints import json_constraint
 from tricorn.server.errors import HttpError, too_late
 from tricorn.server.exchange import EVENTS, Dialect, Exchange, event
-from tricorn.server.generation import Generations, Routes, service_of, unserved
+from tricorn.server.generation import Generations, service_of, unserved
+from tricorn.server.routes import Operation, Routes
 
 Fields = dict[str, Any]
 
@@ -282,8 +283,8 @@ class Anthropic:
     @property
     def routes(self) -> Routes:
         return (
-            ("POST", "/v1/messages", self.messages),
-            ("POST", "/v1/messages/count_tokens", self.count_tokens),
+            Operation("POST", "/v1/messages", self.messages, "key", "Answer a conversation", (Ask,)),
+            Operation("POST", "/v1/messages/count_tokens", self.count_tokens, "key", "Count its tokens", (Prompt,)),
         )
 
     async def messages(self, exchange: Exchange) -> None:

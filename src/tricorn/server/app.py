@@ -15,6 +15,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -29,16 +30,18 @@ from tricorn.engine.messages import Survival
 from tricorn.frontend.generate import Delta, Frontend, join
 from tricorn.request import Namespace, SamplingParams, Service, TricornError
 from tricorn.server import answers, anthropic, headers, kserve, ollama, schema
-from tricorn.server.admin import check_admin
 from tricorn.server.answers import Fields, Prompt
 from tricorn.server.errors import HttpError, printable, too_late
-from tricorn.server.exchange import Endpoint, Exchange, HeaderLimit, request_id
+from tricorn.server.exchange import OPENAI, Dialect, Endpoint, Exchange, HeaderLimit, request_id
 from tricorn.server.generation import Generations, unserved
+from tricorn.server.guard import Guard, GuardOptions
 from tricorn.server.inference import Inference
 from tricorn.server.journal import Journal
 from tricorn.server.loading import answer_ready
 from tricorn.server.logs import Format, Level
 from tricorn.server.metrics import Metrics
+from tricorn.server.rates import RateOptions
+from tricorn.server.routes import Operation, Routes
 from tricorn.server.tracing import Tracing
 
 CONTEXTS = 16
@@ -53,7 +56,8 @@ class ServerOptions:
     """How to serve. `name` is the model's name in the API. `max_waiting` bounds the sequences that wait for the engine
     beyond those that it runs at once, `max_waiting_tokens` their prompts (None: 16 contexts), and `max_wait` the
     seconds that a newcomer would wait (0: any): more are refused with 429. `drain_seconds` is how long requests may go
-    on after a signal to stop. `grpc_port` serves gRPC too. `admin_key` opens /debug/state.
+    on after a signal to stop. `grpc_port` serves gRPC too. Of `api_keys`, if there are any, a request must show one;
+    `admin_key` opens /debug/state. `rate_limit_requests` and `rate_limit_tokens` are what each key may use in a minute.
     """
 
     name: str
@@ -65,35 +69,31 @@ class ServerOptions:
     max_wait: float = 60.0
     drain_seconds: float = 10.0
     admin_key: str | None = field(default=None, repr=False)
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    rate_limit_requests: int | None = None
+    rate_limit_tokens: int | None = None
     log_level: Level = "warning"
     log_format: Format = "text"
+
+    @property
+    def guard(self) -> GuardOptions:
+        rates = RateOptions(self.rate_limit_requests, self.rate_limit_tokens)
+        return GuardOptions(self.api_keys, self.admin_key, self.host, rates)
 
 
 def create_app(frontend: Frontend, options: ServerOptions, tracing: Tracing | None = None) -> FastAPI:
     """The ASGI application; its `state.api` is the Api."""
     api = Api(frontend, options, tracing)
+    groups: tuple[tuple[Dialect, Routes], ...] = (
+        (OPENAI, api.routes),
+        (anthropic.DIALECT, anthropic.Anthropic(api.work).routes),
+        (ollama.DIALECT, ollama.Ollama(api.work).routes),
+        (kserve.DIALECT, kserve.Kserve(Inference(api.work)).routes),
+    )
     routes: list[BaseRoute] = [
-        Route(path, Endpoint(path, handle, api.journal, api.metrics.error), methods=[method])
-        for method, path, handle in (
-            ("POST", "/v1/chat/completions", api.chat),
-            ("POST", "/v1/completions", api.completions),
-            ("GET", "/v1/models", api.models),
-            ("GET", "/v1/models/{id:path}", api.models),
-            ("GET", "/health", api.health),
-            ("GET", "/ready", api.ready),
-            ("GET", "/metrics", api.exposition),
-            ("GET", "/debug/state", api.debug_state),
-        )
+        api.route(operation, dialect) for dialect, operations in groups for operation in operations
     ]
-    routes += [
-        Route(path, Endpoint(path, handle, api.journal, api.metrics.error, dialect), methods=[method])
-        for dialect, others in (
-            (anthropic.DIALECT, anthropic.Anthropic(api.work).routes),
-            (ollama.DIALECT, ollama.Ollama(api.work).routes),
-            (kserve.DIALECT, kserve.Kserve(Inference(api.work)).routes),
-        )
-        for method, path, handle in others
-    ]
+    api.operations = tuple(operation for _, operations in groups for operation in operations)
     app = FastAPI(openapi_url=None, routes=routes, redirect_slashes=False)
     app.add_middleware(HeaderLimit)
     app.add_exception_handler(HTTPException, _http_exception)
@@ -148,7 +148,45 @@ class Api:
                 max_wait=options.max_wait,
             ),
         )
-        self.work = Generations(frontend, gate, self.metrics, options.name, options.drain_seconds)
+        self.guard = Guard(options.guard)
+        self.operations: Routes = ()
+        """Every route that is served, those of all protocols."""
+        self.work = Generations(frontend, gate, self.guard.rates, self.metrics, options.name, options.drain_seconds)
+
+    @property
+    def routes(self) -> Routes:
+        return (
+            Operation(
+                "POST",
+                "/v1/chat/completions",
+                self.chat,
+                "key",
+                "Answer a conversation",
+                (schema.Sampling, schema.Chat),
+            ),
+            Operation(
+                "POST",
+                "/v1/completions",
+                self.completions,
+                "key",
+                "Go on with a text",
+                (schema.Sampling, schema.Completion),
+            ),
+            Operation("GET", "/v1/models", self.models, "key", "The models: one"),
+            Operation("GET", "/v1/models/{id:path}", self.models, "key", "One model"),
+            Operation("GET", "/health", self.health, "open", "Whether the engine lives"),
+            Operation("GET", "/ready", self.ready, "open", "Whether a request would be served at once"),
+            Operation("GET", "/metrics", self.exposition, "key", "For Prometheus"),
+            Operation("GET", "/debug/state", self.debug_state, "admin", "What lives in the server and the engine"),
+        )
+
+    def route(self, operation: Operation, dialect: Dialect) -> Route:
+        """Where a request to the operation ends up."""
+        counted = operation.method == "POST"
+        admit = partial(self.guard.admit, access=operation.access, counted=counted)
+        handle, path = operation.handle, operation.path
+        endpoint = Endpoint(path, handle, self.journal, self.metrics.error, dialect, admit)
+        return Route(path, endpoint, methods=[operation.method])
 
     # --- generation
 
@@ -229,7 +267,7 @@ class Api:
     def _service(self, exchange: Exchange, body: schema.Sampling) -> Service:
         timeout = body.timeout if body.timeout is not None else headers.timeout(exchange.header(b"x-request-timeout"))
         return Service(
-            namespace=Namespace(salt=body.cache_salt or "", tenant=headers.tenant(exchange.header(b"x-tenant"))),
+            namespace=Namespace(salt=body.cache_salt or "", tenant=exchange.tenant),
             priority=body.priority or 0,
             deadline=None if timeout is None else exchange.entry.started + timeout,
             retention=50 if body.retention is None else body.retention,
@@ -333,7 +371,6 @@ class Api:
 
     async def debug_state(self, exchange: Exchange) -> None:
         """Everything that lives here. Without the text of any prompt; ids of requests are the clients' own."""
-        check_admin(exchange.header(b"authorization"), self._options.admin_key, self._options.host)
         gate = self.work.gate
         server = {
             "status": self.work.status,

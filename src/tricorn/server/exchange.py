@@ -20,6 +20,7 @@ from starlette.types import Message, Receive, Scope, Send
 from tricorn.engine.gate import Refused
 from tricorn.frontend.errors import BadRequest, EngineFailure
 from tricorn.server.errors import HttpError, from_bad_request, from_refused, too_late
+from tricorn.server.headers import tenant
 from tricorn.server.journal import Entry, Journal
 
 MAX_BODY = 8 * 2**20
@@ -89,6 +90,10 @@ class Exchange:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, route: str = "", dialect: Dialect = OPENAI) -> None:
         self.entry = Entry(request_id(scope), route, _traceparent(scope))
+        self.caller = ""
+        """Whose key the request shows; "" where none is asked for."""
+        self.extra: tuple[tuple[bytes, bytes], ...] = ()
+        """Further headers of the answer."""
         self._scope = scope
         self._receive = receive
         self._send = send
@@ -105,6 +110,13 @@ class Exchange:
         if len(values) > 1:
             raise HttpError(400, f"the header {name.decode()} is given {len(values)} times")
         return values[0] if values else None
+
+    @property
+    def tenant(self) -> str:
+        """On whose account the request counts: its caller's, or, where no keys are asked for, whom it names. Raises
+        HttpError 400.
+        """
+        return self.caller or tenant(self.header(b"x-tenant"))
 
     def path_parameter(self, name: str) -> str | None:
         """The part of the path that a route has named."""
@@ -201,7 +213,7 @@ class Exchange:
         self._started = True
         self.entry.status = status
         names = {b"x-request-id", self._dialect.id_header}
-        fields = [*headers, *((name, self.entry.id.encode()) for name in names)]
+        fields = [*headers, *self.extra, *((name, self.entry.id.encode()) for name in names)]
         await self._send({"type": "http.response.start", "status": status, "headers": fields})
 
     async def _write(self, data: bytes, *, more: bool) -> None:
@@ -234,7 +246,8 @@ def http_error(error: Exception) -> HttpError:
 
 class Endpoint:
     """An ASGI application around one handler: whatever goes wrong in it becomes an answer, and the journal and
-    `note_error` hear of it. `route` is how logs name it, `dialect` how its errors and streams are written.
+    `note_error` hear of it. `route` is how logs name it, `dialect` how its errors and streams are written; `admit`
+    raises HttpError for who may not come in.
     """
 
     def __init__(
@@ -244,9 +257,11 @@ class Endpoint:
         journal: Journal,
         note_error: Callable[[HttpError], None],
         dialect: Dialect = OPENAI,
+        admit: Callable[[Exchange], None] = lambda exchange: None,
     ) -> None:
         self._route = route
         self._handle = handle
+        self._admit = admit
         self._journal = journal
         self._note_error = note_error
         self._dialect = dialect
@@ -255,6 +270,7 @@ class Endpoint:
         exchange = Exchange(scope, receive, send, self._route, self._dialect)
         with self._journal.follow(exchange.entry):
             try:
+                self._admit(exchange)
                 await self._handle(exchange)
             except ClientGone:
                 pass

@@ -11,8 +11,8 @@ and inside `answer` iterates `async with work.run(exchange, ticket, ...) as delt
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Any
 
 import msgspec
@@ -24,18 +24,21 @@ from tricorn.server import headers
 from tricorn.server.errors import HttpError, printable
 from tricorn.server.exchange import Exchange
 from tricorn.server.metrics import Metrics, Watch
-
-Routes = tuple[tuple[str, str, Callable[[Exchange], Awaitable[None]]], ...]
-"""Method, path, handler."""
+from tricorn.server.rates import Rates
 
 
 class Generations:
-    """The generations of one server. `name` is the model's; `drain_seconds` how long a stopping server may take."""
+    """The generations of one server. `name` is the model's; `drain_seconds` how long a stopping server may take;
+    `rates` what each caller may use.
+    """
 
-    def __init__(self, frontend: Frontend, gate: Gate, metrics: Metrics, name: str, drain_seconds: float) -> None:
+    def __init__(
+        self, frontend: Frontend, gate: Gate, rates: Rates, metrics: Metrics, name: str, drain_seconds: float
+    ) -> None:
         self.frontend = frontend
         self.name = name
         self.gate = gate
+        self._rates = rates
         self.draining = False
         """Whether new requests are refused, so that the server may stop when the last one has ended."""
         self._metrics = metrics
@@ -114,10 +117,28 @@ class Generations:
         """The deltas of every choice, counted as they come. Leaving early aborts what is left."""
         lengths = [len(prompt) for prompt in prompts]
         deltas = self.frontend.generate(prompts, params, service=service)
-        ticket.queue(sum(lengths), await self.frontend.client.stats())
-        exchange.entry.phase, exchange.entry.answer_id = "waiting", answer_id
         counted = msgspec.structs.replace(params, max_tokens=min(params.max_tokens, self.frontend.context))
-        watch = Watch(self._metrics, exchange.entry, ticket, counted, lengths)
+        with self._reserved(exchange, lengths, counted):
+            ticket.queue(sum(lengths), await self.frontend.client.stats())
+            exchange.entry.phase, exchange.entry.answer_id = "waiting", answer_id
+            async with self._watched(deltas, Watch(self._metrics, exchange.entry, ticket, counted, lengths)) as watched:
+                yield watched
+
+    @contextmanager
+    def _reserved(self, exchange: Exchange, lengths: list[int], params: SamplingParams) -> Iterator[None]:
+        """Takes from the caller's rate what the generation may use, and in the end gives back what it did not."""
+        room = sum(min(params.max_tokens, self.frontend.context - length) for length in lengths)
+        reservation = self._rates.reserve(exchange.caller, sum(lengths) + room * params.n)
+        exchange.extra = self._rates.headers(exchange.caller)
+        try:
+            yield
+        finally:
+            reservation.settle(exchange.entry.prompt_tokens + exchange.entry.output_tokens)
+
+    @asynccontextmanager
+    async def _watched(
+        self, deltas: AsyncGenerator[Delta, None], watch: Watch
+    ) -> AsyncIterator[AsyncGenerator[Delta, None]]:
         failed = False
         try:
             async with aclosing(deltas), aclosing(_counted(deltas, watch)) as watched:
@@ -140,7 +161,7 @@ def service_of(exchange: Exchange, timeout: float | None = None) -> Service:
     if timeout is None:
         timeout = headers.timeout(exchange.header(b"x-request-timeout"))
     return Service(
-        namespace=Namespace(tenant=headers.tenant(exchange.header(b"x-tenant"))),
+        namespace=Namespace(tenant=exchange.tenant),
         deadline=None if timeout is None else exchange.entry.started + timeout,
     )
 

@@ -19,6 +19,7 @@ from tricorn.request import TricornError
 from tricorn.server.errors import HttpError
 from tricorn.server.exchange import MAX_BODY, Exchange, http_error
 from tricorn.server.grpc_messages import CLASSES, DATA_TYPES, SERVICE
+from tricorn.server.guard import Guard
 from tricorn.server.inference import VERSION, Inference, Respond, read, timeout_of, values_of
 from tricorn.server.journal import Journal
 from tricorn.server.kserve import chosen, model_config, model_metadata, server_metadata
@@ -46,6 +47,12 @@ OPTIONS = (
     ("grpc.max_send_message_length", -1),
     ("grpc.so_reuseport", 0),  # a port that another server has is taken
 )
+
+OPEN = frozenset({"ServerLive", "ServerReady"})
+"""Methods that need no key."""
+
+COUNTED = frozenset({"ModelInfer", "ModelStreamInfer"})
+"""Those that count against the rate of a key."""
 
 _CONTENTS = {
     "BOOL": "bool_contents",
@@ -103,20 +110,20 @@ def response_of(request: Any, outputs: list[Tensor]) -> Any:
 
 
 class Service:
-    """The methods. `note_error` hears of each refusal; `check` raises HttpError for a caller that may not come in."""
+    """The methods. `note_error` hears of each refusal; `guard` lets callers in by their metadata."""
 
     def __init__(
         self,
         inference: Inference,
         journal: Journal,
         note_error: Callable[[HttpError], None],
-        check: Callable[[Exchange], None] = lambda exchange: None,
+        guard: Guard,
     ) -> None:
         self._inference = inference
         self._work = inference.work
         self._journal = journal
         self._note_error = note_error
-        self._check = check
+        self._guard = guard
 
     def handler(self) -> grpc.GenericRpcHandler:
         """What a gRPC server calls."""
@@ -161,7 +168,8 @@ class Service:
         """One request in the journal from its start to its end. Raises HttpError."""
         with self._journal.follow(exchange.entry):
             try:
-                self._check(exchange)
+                name = exchange.entry.route.rpartition("/")[2]
+                self._guard.admit(exchange, "open" if name in OPEN else "key", counted=name in COUNTED)
                 answer = await handle(exchange, request)
             except Exception as error:
                 failure = http_error(error)

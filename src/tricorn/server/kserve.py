@@ -12,6 +12,7 @@ POST /v2/repository/index                              the one model served
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -20,7 +21,6 @@ from tricorn import __version__
 from tricorn.server.bodies import check_form, decode
 from tricorn.server.errors import HttpError
 from tricorn.server.exchange import EVENTS, Dialect, Exchange, event
-from tricorn.server.generation import Routes
 from tricorn.server.inference import (
     ID_INPUTS,
     ID_OUTPUTS,
@@ -34,6 +34,7 @@ from tricorn.server.inference import (
     values_of,
 )
 from tricorn.server.loading import answer_ready
+from tricorn.server.routes import Operation, Routes
 from tricorn.server.tensors import Tensor, fault, from_raw, from_values, to_raw
 
 Fields = dict[str, Any]
@@ -179,22 +180,22 @@ class Kserve:
     @property
     def routes(self) -> Routes:
         models = (
-            ("GET", "/ready", self.model_ready),
-            ("GET", "/config", self.config),
-            ("POST", "/infer", self.infer),
-            ("POST", "/generate", self.generate),
-            ("POST", "/generate_stream", self.generate_stream),
-            ("GET", "", self.model),  # last, as a name may hold slashes
+            Operation("GET", "/ready", self.model_ready, "key", "Whether the model would be run at once"),
+            Operation("GET", "/config", self.config, "key", "The model's configuration"),
+            Operation("POST", "/infer", self.infer, "key", "Run the model on named tensors", (Request,)),
+            Operation("POST", "/generate", self.generate, "key", "Run it on plain fields", (Generate,)),
+            Operation("POST", "/generate_stream", self.generate_stream, "key", "The same, streamed", (Generate,)),
+            Operation("GET", "", self.model, "key", "The model's tensors"),  # last, as a name may hold slashes
         )
         return (
-            ("GET", "/v2", self.server),
-            ("GET", "/v2/health/live", self.live),
-            ("GET", "/v2/health/ready", self.ready),
-            ("POST", "/v2/repository/index", self.index),
+            Operation("GET", "/v2", self.server, "key", "What the server is"),
+            Operation("GET", "/v2/health/live", self.live, "open", "Whether the engine lives"),
+            Operation("GET", "/v2/health/ready", self.ready, "open", "Whether a request would be served at once"),
+            Operation("POST", "/v2/repository/index", self.index, "key", "The models: one"),
             *(
-                (method, f"/v2/models/{{model:path}}{version}{path}", handle)
+                replace(model, path=f"/v2/models/{{model:path}}{version}{model.path}")
                 for version in ("/versions/{version}", "")
-                for method, path, handle in models
+                for model in models
             ),
         )
 

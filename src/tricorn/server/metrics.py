@@ -40,7 +40,7 @@ TOKENS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
 CHOICES = (1, 2, 5, 10, 20, 50, 100)
 
 FINISH_REASONS = ("stop", "length", "timeout", "abort", "error")
-REFUSAL_REASONS = (*gate.REASONS, "invalid", "unavailable")
+REFUSAL_REASONS = (*gate.REASONS, "rate", "invalid", "unavailable")
 STEP_KINDS = ("prefill", "decode", "mixed")
 DEATH_REASONS: tuple[DeathReason, ...] = get_args(DeathReason)
 HOST_PHASES = ("schedule", "submit", "commit")

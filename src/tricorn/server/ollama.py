@@ -27,7 +27,8 @@ from tricorn.server.bodies import Refusals, check_form, check_refused, decode
 from tricorn.server.constraints import json_constraint
 from tricorn.server.errors import HttpError, too_late
 from tricorn.server.exchange import Dialect, Exchange
-from tricorn.server.generation import Generations, Routes, service_of, unserved
+from tricorn.server.generation import Generations, service_of, unserved
+from tricorn.server.routes import Operation, Routes
 
 Fields = dict[str, Any]
 
@@ -204,12 +205,12 @@ class Ollama:
     @property
     def routes(self) -> Routes:
         return (
-            ("POST", "/api/chat", self.chat),
-            ("POST", "/api/generate", self.generate),
-            ("POST", "/api/show", self.show),
-            ("GET", "/api/tags", self.tags),
-            ("GET", "/api/ps", self.ps),
-            ("GET", "/api/version", self.version),
+            Operation("POST", "/api/chat", self.chat, "key", "Answer a conversation", (Chat,)),
+            Operation("POST", "/api/generate", self.generate, "key", "Answer or go on with a text", (Generate,)),
+            Operation("POST", "/api/show", self.show, "key", "What the model is", (Named,)),
+            Operation("GET", "/api/tags", self.tags, "key", "The models: one"),
+            Operation("GET", "/api/ps", self.ps, "key", "The models that are loaded: one"),
+            Operation("GET", "/api/version", self.version, "open", "The version of the server"),
         )
 
     async def chat(self, exchange: Exchange) -> None:

@@ -27,6 +27,7 @@ from tricorn.frontend.generate import EngineClient, Frontend, load_text
 from tricorn.request import TricornError
 from tricorn.server.app import Api, ServerOptions, create_app
 from tricorn.server.generation import Generations
+from tricorn.server.guard import unguarded
 from tricorn.server.inference import Inference
 from tricorn.server.loading import Door
 from tricorn.server.logs import configure
@@ -221,6 +222,8 @@ class Serving:
             while not self._server.started:
                 await asyncio.sleep(0.005)
             port = self._listener.getsockname()[1]
+            if (warning := unguarded(self._options.guard)) is not None:
+                log.warning(warning)
             print(_greeting(self._options, port, None if grpc is None else grpc.port), flush=True)
             while not self._signals and work.status != "dead":
                 with suppress(TimeoutError):
@@ -240,7 +243,7 @@ class Serving:
         """Serves gRPC beside HTTP. Raises TricornError when it cannot."""
         from tricorn.server import grpc_server  # an extra: most servers do without
 
-        service = grpc_server.Service(Inference(api.work), api.journal, api.metrics.error)
+        service = grpc_server.Service(Inference(api.work), api.journal, api.metrics.error, api.guard)
         return await grpc_server.listen(service, self._options.host, port)
 
     async def _close(self, client: EngineClient) -> None:
