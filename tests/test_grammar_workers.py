@@ -61,6 +61,17 @@ def descendants() -> set[int]:
     return found - {os.getpid()}
 
 
+def grammars(pool: Workers) -> set[int]:
+    """The processes of grammars: all but the nursery."""
+    assert pool._nursery is not None
+    return descendants() - {pool._nursery.pid}
+
+
+def signal_all(pids: set[int], number: int) -> None:
+    for pid in pids:
+        os.kill(pid, number)
+
+
 def wait(done: Any) -> None:
     end = time.monotonic() + LONG
     while not done():
@@ -239,8 +250,8 @@ def test_a_dead_process_is_replaced_and_its_sequences_go_on(pool: Workers) -> No
     masks_of(pool, rows)
     pool.advance(list(zip(rows, map(TOKENIZER.tokenize_str, texts), strict=True)))
     expected = [fields(mask) for mask in masks_of(pool, rows)]
-    for killed in (max, min):  # a grammar's process, then the nursery with all of them
-        os.kill(killed(descendants()), 9)
+    for victims in (grammars, lambda pool: descendants() - grammars(pool)):  # the nursery takes the others along
+        signal_all(victims(pool), 9)
         pool.advance([(row, []) for row in rows])
         assert [fields(mask) for mask in masks_of(pool, rows)] == expected
     for row in rows:
@@ -252,10 +263,9 @@ def test_the_sequence_whose_mask_ends_processes_ends(pool: Workers) -> None:
     culprit, other = pool.open(schema(SCHEMA)), pool.open(schema(SCHEMA))
     masks_of(pool, [culprit, other])
     for _ in range(2):
-        process = max(descendants())
-        os.kill(process, 19)  # its mask is under way
+        signal_all(grammars(pool), 19)  # its mask is under way, and no other
         pool.advance([(culprit, TOKENIZER.tokenize_str("{"))])
-        os.kill(process, 9)
+        signal_all(grammars(pool), 9)
         mask = mask_of(pool, culprit)
     assert mask.error is not None
     pool.advance([(other, TOKENIZER.tokenize_str('{"a_'))])
@@ -283,15 +293,16 @@ def test_a_sequence_goes_on_elsewhere(pool: Workers) -> None:
 def test_a_late_mask_holds_up_nobody(pool: Workers) -> None:
     quick = pool.open(Constraint("regex", "a*"))
     mask_of(pool, quick)
+    before = grammars(pool)
     late = pool.open(schema(SCHEMA))
     mask_of(pool, late)
-    stopped = max(descendants())
-    os.kill(stopped, 19)
+    stopped = grammars(pool) - before
+    signal_all(stopped, 19)
     pool.advance([(late, [3 + ord("{")]), (quick, [3 + ord("a")])])
     found = pool.collect(time.monotonic() + 0.5)
     assert late not in found
     assert quick in found
-    os.kill(stopped, 18)
+    signal_all(stopped, 18)
     assert mask_of(pool, late).error is None
     pool.close(quick)
     pool.close(late)

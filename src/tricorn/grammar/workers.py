@@ -69,6 +69,8 @@ class _Process:
         self.constraint, self.key = constraint, key
         self.state: Literal["queued", "compiling", "ready"] = "queued"
         self.channel: Channel | None = None
+        self.nursery: object = None
+        """Which one forked it: when that one dies, so does this, and it is nobody's fault."""
         self.slots: dict[int, _Slot] = {}
         self.waiting: list[Any] = []
         """Messages for when it has started."""
@@ -272,7 +274,7 @@ class Workers:
                         raise
                     self._bury()
         mine.setblocking(False)
-        process.channel, process.state = Channel(mine), "compiling"
+        process.channel, process.state, process.nursery = Channel(mine), "compiling", self._nursery
         self._selector.register(mine, selectors.EVENT_READ, process)
         waiting, process.waiting = process.waiting, []
         for message in [("compile", process.constraint.kind, process.constraint.source), *waiting]:
@@ -402,14 +404,15 @@ class Workers:
         once more, each alone; the one that does it again ends. The others are opened anew."""
         slots = list(process.slots.values())
         compiling = process.state == "compiling"
-        nursery_lives = self._nursery_lives()
+        theirs = process.nursery is self._nursery
+        nursery_lives = theirs and self._nursery_lives()
         self._killed += 1
         if compiling and nursery_lives:
             _, _, _, seconds, _, memory = self._settings
             kind = process.constraint.kind
             self._refuse(process, (f"takes more than {seconds:g} s or {memory >> 20} MiB to compile", "", kind))
             return
-        if not nursery_lives:
+        if theirs and not nursery_lives:
             self._bury()
         self._drop(process)
         for slot in slots:
