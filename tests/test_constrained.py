@@ -196,8 +196,7 @@ def test_forced_ids_are_computed_together(bench: Bench) -> None:
     assert engine.stats().forced_tokens > 0.4 * count
     assert sum(engine.stats().steps.values()) < 0.6 * count
     slow = bench.engine()
-    assert slow.scheduler._guides is not None
-    slow.scheduler._guides._fast_forward = False
+    slow.scheduler.fast_forward(False)
     (single,) = run(slow, [ask("r", 0, 1)]).values()
     assert TEXT.decode(ids(single)) == TEXT.decode(ids(outputs))
     assert sum(slow.stats().steps.values()) >= count

@@ -70,7 +70,7 @@ class Engine:
         self.executor = executor
         self.pool = PagePool(executor.pages)
         self.tier = tier
-        self._workers = workers
+        self.workers = workers
         on_evict = None if tier is None else self._save
         tree = RadixTree(self.pool, clock=clock, engine_id=engine_id, on_evict=on_evict)
         loading = None if tier is None else Loading(self.pool, tree, tier, executor.write_page)
@@ -139,8 +139,8 @@ class Engine:
             pass
         if self.tier is not None:
             self.tier.close(CLOSE_SECONDS)
-        if self._workers is not None:
-            self._workers.shutdown()
+        if self.workers is not None:
+            self.workers.shutdown()
         self.executor.close()
 
     def stats(self) -> EngineStats:

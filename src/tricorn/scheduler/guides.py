@@ -28,12 +28,13 @@ POLL_SECONDS = 5e-4
 
 
 class Guides:
-    """The guides of all constrained sequences. `fast_forward` False samples forced ids too, one by one."""
+    """The guides of all constrained sequences."""
 
-    def __init__(self, workers: Workers, slots: Slots, *, fast_forward: bool = True) -> None:
+    def __init__(self, workers: Workers, slots: Slots) -> None:
         self._workers = workers
         self._slots = slots
-        self._fast_forward = fast_forward
+        self.fast_forward = True
+        """Otherwise forced ids are sampled too, one by one."""
         self._guided: dict[int, Sequence] = {}
 
     def __bool__(self) -> bool:
@@ -117,7 +118,7 @@ class Guides:
             return mask.row
         only = np.zeros_like(mask.row)
         only[mask.forced[0] // 32] = np.uint32(1) << np.uint32(mask.forced[0] % 32)
-        if self._fast_forward and sequence.logprobs is None and len(mask.forced) > 1:
+        if self.fast_forward and sequence.logprobs is None and len(mask.forced) > 1:
             slots, slot = self._slots, sequence.slot
             forced = mask.forced[: int(slots.total[slot]) - position]
             slots.tokens[slot, position : position + len(forced)] = forced

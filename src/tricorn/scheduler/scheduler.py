@@ -172,6 +172,11 @@ class Scheduler:
             return []
         return self._refuse(self._guides.gather(seconds))
 
+    def fast_forward(self, on: bool) -> None:
+        """Whether ids that a grammar forces are computed together, as they are at first, or sampled one by one."""
+        assert self._guides is not None
+        self._guides.fast_forward = on
+
     def masks(self, batch: Batch) -> tuple[list[Output], I32, NDArray[np.uint32]]:
         """`mask_index` and `mask` of a batch whose masks follow, once everything before it is committed; and the ends
         of the requests whose constraint failed."""
