@@ -39,7 +39,7 @@ class Served:
 def served(engine: Path | str, *flags: str) -> Iterator[Served]:
     """`tricorn serve` on a free port, of an engine file or a built-in model; it must end well."""
     command = [sys.executable, "-m", "tricorn.cli", "serve", str(engine), "--port", "0", "--name", Served.model]
-    limits = ["--threads", "1", "--kv-bytes", "16M", "--max-sequences", "8", "--log-level", "warning"]
+    limits = ["--threads", "1", "--kv-bytes", "16M", "--log-level", "warning"]
     process = subprocess.Popen([*command, *limits, *flags], stdout=subprocess.PIPE)
     try:
         yield _ready(process)

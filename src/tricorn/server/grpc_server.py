@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
@@ -158,11 +159,13 @@ class Service:
         self, name: str, handle: Callable[[Exchange, Any], Awaitable[Any]], request: Any, context: Any
     ) -> Any:
         exchange = _exchange(name, context)
-        context.set_trailing_metadata((("x-request-id", exchange.entry.id),))
         try:
-            return await self._follow(exchange, handle, request)
+            answer = await self._follow(exchange, handle, request)
         except HttpError as error:
-            await _abort(context, exchange, error)
+            code = CODES.get(error.status, grpc.StatusCode.INTERNAL)
+            await context.abort(code, error.message, _trailing(exchange, error.headers))
+        context.set_trailing_metadata(_trailing(exchange))
+        return answer
 
     async def _follow(self, exchange: Exchange, handle: Callable[[Exchange, Any], Awaitable[Any]], request: Any) -> Any:
         """One request in the journal from its start to its end. Raises HttpError."""
@@ -295,11 +298,10 @@ async def _never(message: Any) -> NoReturn:
     raise AssertionError("a call is not answered over HTTP")
 
 
-async def _abort(context: Any, exchange: Exchange, error: HttpError) -> NoReturn:
-    trailing = [("x-request-id", exchange.entry.id)]
-    trailing += [(name.decode(), value.decode()) for name, value in error.headers if name == b"retry-after"]
-    await context.abort(CODES.get(error.status, grpc.StatusCode.INTERNAL), error.message, tuple(trailing))
-    raise AssertionError("unreachable")
+def _trailing(exchange: Exchange, headers: tuple[tuple[bytes, bytes], ...] = ()) -> tuple[tuple[str, str], ...]:
+    """What an answer over HTTP would have in its headers."""
+    fields = ((b"x-request-id", exchange.entry.id.encode()), *exchange.extra, *headers)
+    return tuple((name.decode(), value.decode()) for name, value in fields if name != b"connection")
 
 
 @dataclass(frozen=True)
@@ -313,12 +315,16 @@ class Listener:
         await self.server.stop(STOP_SECONDS)
 
 
-async def listen(service: Service, host: str, port: int) -> Listener:
-    """Serves. Raises TricornError when the port is taken."""
+async def listen(service: Service, host: str, port: int, tls: tuple[Path, Path] | None = None) -> Listener:
+    """Serves, over TLS with a key and a certificate. Raises TricornError when the port is taken."""
     server = grpc.aio.server(options=OPTIONS)
     server.add_generic_rpc_handlers((service.handler(),))
     try:
-        bound = server.add_insecure_port(f"{host}:{port}")
+        if tls is None:
+            bound = server.add_insecure_port(f"{host}:{port}")
+        else:
+            pair = tls[0].read_bytes(), tls[1].read_bytes()
+            bound = server.add_secure_port(f"{host}:{port}", grpc.ssl_server_credentials([pair]))
     except RuntimeError:
         bound = 0
     if not bound:
