@@ -5,6 +5,7 @@ behind a server, which must agree.
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -633,17 +634,38 @@ def test_a_server_that_ignores_a_constraint_is_noticed() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"regex": "[0-9]+"}, {"schema": Review}, {"choices": ["a", "b"]}, {"grammar": 'start: "a"'}],
+    [
+        {"regex": "[0-9]{3}"},
+        {"schema": Finding},
+        {"choices": ["a", "bc"]},
+        {"grammar": 'start: "a" "b"+'},
+    ],
     ids=lambda options: next(iter(options)),
 )
-def test_nothing_is_generated_without_its_constraint(backend: Any, options: Any) -> None:
-    """A constraint is kept, or refused."""
-
+def test_both_backends_keep_to_constraints(backend: Any, options: Any) -> None:
     @function
     def program(s: State) -> None:
-        s += user("Hi") + assistant(gen("x", max_tokens=4, temperature=0, **options))
+        s += user("Hi") + assistant(gen("x", max_tokens=60, temperature=1.0, seed=3, **options))
 
-    with pytest.raises(TricornError, match=r"not constrain|not supported"):
+    state = program.run(backend=backend)
+    ended = state.meta("x").finish_reason == "stop"
+    match options:
+        case {"regex": pattern}:
+            assert re.fullmatch(pattern, state["x"])
+        case {"choices": choices}:
+            assert state["x"] in choices
+        case {"grammar": _}:
+            assert re.fullmatch("ab+" if ended else "ab*|", state["x"])
+        case {"schema": _} if ended:
+            assert isinstance(state.parsed("x"), Finding)
+
+
+def test_an_impossible_constraint_is_an_error(backend: Any) -> None:
+    @function
+    def program(s: State) -> None:
+        s += user("Hi") + assistant(gen("x", regex="(("))
+
+    with pytest.raises(TricornError, match="regex"):
         program.run(backend=backend)
 
 

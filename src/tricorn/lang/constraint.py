@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
+
+from tricorn import request
 from tricorn.request import SamplingParams, TricornError
 
 Kind = Literal["json_schema", "regex", "choice", "lark"]
@@ -66,10 +69,10 @@ def _from_schema(schema: Any) -> Constraint:
 
 
 def for_engine(params: SamplingParams, constraint: Constraint | None) -> SamplingParams:
-    """`params` with the constraint in it, for the engine in this process. Raises TricornError."""
+    """`params` with the constraint in it, for the engine in this process."""
     if constraint is None:
         return params
-    raise TricornError(f"gen() with {_word(constraint)}: this engine does not constrain what it generates")
+    return msgspec.structs.replace(params, constraint=request.Constraint(constraint.kind, constraint.source))
 
 
 def for_server(constraint: Constraint | None) -> dict[str, Any]:
@@ -82,7 +85,3 @@ def for_server(constraint: Constraint | None) -> dict[str, Any]:
     if constraint.kind == "choice":
         return {"structured_outputs": {"choice": json.loads(constraint.source)}}
     return {"structured_outputs": {"grammar" if constraint.kind == "lark" else constraint.kind: constraint.source}}
-
-
-def _word(constraint: Constraint) -> str:
-    return {"json_schema": "a schema", "regex": "a regex", "choice": "choices", "lark": "a grammar"}[constraint.kind]
