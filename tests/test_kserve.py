@@ -145,6 +145,13 @@ def test_sampling_is_that_of_other_protocols(server: Served, client: http.Infere
     assert said(client.infer("small", sampled)) == same["text"]
 
 
+def test_without_a_word_on_sampling_the_answer_is_greedy(server: Served, client: http.InferenceServerClient) -> None:
+    inputs = tensors(http, text_input=("BYTES", PROMPT), max_tokens=("INT32", 12))
+    assert said(client.infer("ensemble", inputs)) == plain(server)["text"]
+    sampled = {said(client.infer("ensemble", [*inputs, *tensors(http, top_p=("FP32", 0.99))])) for _ in range(4)}
+    assert len(sampled) > 1
+
+
 def test_words_and_ids_that_stop(server: Served, client: http.InferenceServerClient) -> None:
     full = plain(server)["text"]
     word = full[len(full) // 2 :][:2]

@@ -227,7 +227,7 @@ def params_of(asked: Text | Numbers, own_ends: Sequence[int]) -> SamplingParams:
     return SamplingParams(
         max_tokens=asked.max_tokens if isinstance(asked, Text) else asked.request_output_len,
         min_tokens=asked.min_length or 0,
-        temperature=1.0 if asked.temperature is None else asked.temperature,
+        temperature=_temperature(asked),
         top_k=asked.top_k or 0,
         top_p=asked.top_p or 1.0,  # 0 is off there
         min_p=asked.min_p or 0.0,
@@ -241,6 +241,13 @@ def params_of(asked: Text | Numbers, own_ends: Sequence[int]) -> SamplingParams:
         constraint=asked.constraint if isinstance(asked, Text) else None,
         logprobs=0 if asked.return_log_probs else None,
     )
+
+
+def _temperature(asked: Text | Numbers) -> float:
+    """What does not speak of sampling is greedy there."""
+    if asked.temperature is not None:
+        return asked.temperature
+    return 1.0 if asked.top_k or asked.top_p or asked.min_p else 0.0
 
 
 def _words(given: Words | None) -> tuple[str, ...]:
