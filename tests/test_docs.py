@@ -229,4 +229,4 @@ def test_every_option_of_the_server_has_a_place() -> None:
     command: Any = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
     options = {option for parameter in command.params for option in parameter.opts}
     for option in re.findall(r"--[a-z][a-z-]+", OPERATIONS):
-        assert option in options | {"--help"}, option
+        assert option in options | {"--help", "--json", "--short"}, option

@@ -1,8 +1,8 @@
 """Tricorn: a serving engine for large language models.
 
-    from tricorn import LLM, SamplingParams
+    from tricorn import LLM, Constraint, SamplingParams
 
-Both are imported when first used, so that `import tricorn` costs nothing.
+All are imported when first used, so that `import tricorn` costs nothing.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tricorn.llm import LLM
-    from tricorn.request import SamplingParams, TricornError
+    from tricorn.request import Constraint, SamplingParams, TricornError
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "SamplingParams", "TricornError"]
+__all__ = ["LLM", "Constraint", "SamplingParams", "TricornError"]
 
-_HOMES = {"LLM": "tricorn.llm", "SamplingParams": "tricorn.request", "TricornError": "tricorn.request"}
+_HOMES = {"LLM": "tricorn.llm", **dict.fromkeys(("Constraint", "SamplingParams", "TricornError"), "tricorn.request")}
 
 
 def __getattr__(name: str) -> Any:

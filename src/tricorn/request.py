@@ -6,7 +6,7 @@ engine process as MessagePack. This module imports nothing of ours.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -32,6 +32,13 @@ class Constraint(msgspec.Struct, frozen=True):
 
     kind: ConstraintKind
     source: str = ""
+
+    @classmethod
+    def schema(cls, schema: Any) -> Constraint:
+        """From a JSON schema, as an object or as text, or from a pydantic model."""
+        if hasattr(schema, "model_json_schema"):
+            schema = schema.model_json_schema()
+        return cls("json_schema", schema if isinstance(schema, str) else msgspec.json.encode(schema).decode())
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
