@@ -56,7 +56,7 @@ def _ready(process: subprocess.Popen[bytes]) -> Served:
     assert process.stdout is not None
     end = time.monotonic() + START_SECONDS
     output = b""
-    while not (found := re.search(rb"http://127\.0\.0\.1:(\d+)/.*\n", output)):
+    while not (found := re.search(rb"https?://127\.0\.0\.1:(\d+)/.*\n", output)):
         ready, _, _ = select.select([process.stdout], [], [], max(0.0, end - time.monotonic()))
         assert ready, f"the server does not start: {output!r}"
         part = process.stdout.read1(4096)  # type: ignore[attr-defined]

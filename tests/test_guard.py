@@ -4,26 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
+import socket
+import ssl
+import subprocess
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
+import uvicorn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.routing import Route
 
+from served import served
 from test_frontend_text import CHATML
 from test_server_api import BPE, CHAT, HI, ScriptedEngine, client_of, drive
 from tricorn.frontend.generate import Frontend
 from tricorn.frontend.template import ChatTemplate
 from tricorn.request import TricornError
+from tricorn.server import protocol
 from tricorn.server.app import ServerOptions, create_app
 from tricorn.server.errors import HttpError
 from tricorn.server.exchange import Exchange
 from tricorn.server.guard import Guard, GuardOptions, read_keys, unguarded
+from tricorn.server.protocol import BoundedHttp
 from tricorn.server.rates import MINUTE, RateOptions, Rates, duration
+from tricorn.server.serve import tls_of
 
 PLAIN = "/v1/completions"
 BODY = {"prompt": "x", "max_tokens": 1}
@@ -332,3 +344,154 @@ def test_the_guard_counts_only_what_is_counted() -> None:
     with pytest.raises(HttpError):
         guard.admit(exchange(), "key")
     assert client_of is not None
+
+
+# --- over the network
+
+
+@dataclass
+class Node:
+    """An application behind the server's own HTTP."""
+
+    app: Any
+
+    async def __aenter__(self) -> int:
+        listener = socket.create_server(("127.0.0.1", 0))
+        config = uvicorn.Config(self.app, http=BoundedHttp, lifespan="off", log_config=None, access_log=False)
+        self.server = uvicorn.Server(config)
+        self.task = asyncio.create_task(self.server.serve(sockets=[listener]))
+        while not self.server.started:
+            await asyncio.sleep(0.01)
+        return int(listener.getsockname()[1])
+
+    async def __aexit__(self, *_: object) -> None:
+        self.server.should_exit = True
+        await self.task
+
+
+async def answered(port: int, *parts: bytes, pause: float = 0.0) -> bytes:
+    """What comes until the server closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        for part in parts:
+            writer.write(part)
+            await asyncio.sleep(pause)
+        return await asyncio.wait_for(reader.read(), 10)
+    finally:
+        writer.close()
+
+
+def test_slow_heads_do_not_hold_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(protocol, "HEAD_SECONDS", 0.3)
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    body = b'{"prompt": "x", "max_tokens": 30}'
+
+    async def work() -> None:
+        app = create_app(
+            Frontend(BPE, ChatTemplate(CHATML, BPE), ScriptedEngine([5] * 40, delay=0.02)), ServerOptions(name="m")
+        )
+        async with Node(app) as port:
+            started = time.monotonic()
+            assert await answered(port) == b""
+            assert (await answered(port, head)).startswith(b"HTTP/1.1 408 ")
+            drops = [b"GET /health HTTP/1.1\r\n", b"x: y\r\n"]
+            assert (await answered(port, *drops, pause=0.1)).startswith(b"HTTP/1.1 408 ")
+            assert time.monotonic() - started < 5
+            slow = await answered(
+                port, head + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+            )  # the answer may take longer than a head
+            assert slow.startswith(b"HTTP/1.1 200 ")
+            again = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+            both = await answered(port, again, head, pause=0.1)
+            assert both.startswith(b"HTTP/1.1 200 ")
+            assert b"HTTP/1.1 408 " in both
+
+    asyncio.run(work())
+
+
+def test_too_many_headers() -> None:
+    async def work() -> None:
+        async with Node(app_of()) as port:
+            for count, status in ((100, b"200"), (200, b"431")):
+                head = b"GET /health HTTP/1.1\r\nconnection: close\r\n" + b"x: y\r\n" * count + b"\r\n"
+                assert (await answered(port, head)).startswith(b"HTTP/1.1 " + status)
+
+    asyncio.run(work())
+
+
+def test_pages_of_other_origins_may_call_only_when_told() -> None:
+    ask = {"origin": "https://a.example", "access-control-request-method": "POST"}
+
+    async def closed(http: httpx.AsyncClient) -> None:
+        for answer in (
+            await http.options(PLAIN, headers=ask),
+            await http.post(PLAIN, json=BODY, headers={**ask, **bearer(KEYS[0])}),
+        ):
+            assert not any(name.startswith("access-control") for name in answer.headers)
+
+    async def opened(http: httpx.AsyncClient) -> None:
+        answer = await http.options(PLAIN, headers={**ask, "access-control-request-headers": "authorization"})
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == "https://a.example"
+        answer = await http.post(PLAIN, json=BODY, headers={**ask, **bearer(KEYS[0])})
+        assert answer.headers["access-control-allow-origin"] == "https://a.example"
+        answer = await http.post(PLAIN, json=BODY, headers=ask)
+        assert answer.status_code == 401
+        assert answer.headers["access-control-allow-origin"] == "https://a.example"
+        answer = await http.post(PLAIN, json=BODY, headers={"origin": "https://b.example", **bearer(KEYS[0])})
+        assert "access-control-allow-origin" not in answer.headers
+
+    drive(closed, ScriptedEngine([5]), api_keys=KEYS)
+    drive(opened, ScriptedEngine([5]), api_keys=KEYS, cors_origins=("https://a.example",))
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> tuple[Path, Path]:
+    """For 127.0.0.1, with its key."""
+    tool = shutil.which("openssl")
+    if tool is None:
+        pytest.skip("openssl is needed to make a certificate")
+    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    command = [tool, "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    names = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    subprocess.run([*command, *names, "-keyout", str(key), "-out", str(cert)], check=True, capture_output=True)
+    return cert, key
+
+
+def test_a_served_model_behind_keys_and_tls(
+    engine_for: Callable[..., Any], certificate: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real command, under OpenAI's and Triton's clients."""
+    cert, key = certificate
+    file = tmp_path / "keys"
+    file.write_text("\n".join(KEYS))
+    monkeypatch.setenv("TRICORN_API_KEY", f"@{file} sk-from-environment")
+    flags = ("--tls-cert", str(cert), "--tls-key", str(key), "--grpc-port", "0", "--rate-limit-requests", "5")
+    with served(engine_for("llama")[1].path, *flags) as server:
+        url = f"https://127.0.0.1:{server.port}"
+        trusting = httpx.Client(verify=ssl.create_default_context(cafile=str(cert)))
+        for secret in (*KEYS, "sk-from-environment"):
+            client = openai.OpenAI(base_url=f"{url}/v1", api_key=secret, http_client=trusting, max_retries=0)
+            assert client.completions.create(model="small", prompt="x", max_tokens=2).usage is not None
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=f"{url}/v1", api_key="sk-other", http_client=trusting, max_retries=0).models.list()
+        for _ in range(4):
+            client.completions.create(model="small", prompt="x", max_tokens=1)
+        with pytest.raises(openai.RateLimitError) as limited:
+            client.completions.create(model="small", prompt="x", max_tokens=1)
+        assert int(limited.value.response.headers["retry-after"]) <= 13
+        with pytest.raises(httpx.HTTPError):
+            httpx.get(f"http://127.0.0.1:{server.port}/health")
+        assert httpx.get(f"{url}/health", verify=ssl.create_default_context(cafile=str(cert))).status_code == 200
+        for pid in (server.pid, server.engine_pid):
+            assert b"sk-" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_what_tls_needs(tmp_path: Path, certificate: tuple[Path, Path]) -> None:
+    cert, key = certificate
+    bad = tmp_path / "bad.pem"
+    bad.write_text("nothing")
+    for pair in ((cert, None), (None, key), (cert, bad), (bad, key), (cert, tmp_path / "none"), (cert, cert)):
+        with pytest.raises(TricornError, match=r"tls|PEM"):
+            tls_of(ServerOptions(name="m", tls_cert=pair[0], tls_key=pair[1]))
+    assert tls_of(ServerOptions(name="m", tls_cert=cert, tls_key=key)) is not None

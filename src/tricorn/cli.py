@@ -82,6 +82,12 @@ def serve(
     rate_limit_tokens: Annotated[
         int | None, typer.Option(help="Tokens, in and out, that each key may use in a minute. [default: any]", min=1)
     ] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="A certificate with its chain, in PEM: serve TLS.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key, in PEM.")] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="An origin whose pages may call from a browser, or *; several times for several."),
+    ] = None,
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], typer.Option(help="info tells of each request that ends.")
     ] = "info",
@@ -137,6 +143,9 @@ def serve(
         api_keys=api_keys,
         rate_limit_requests=rate_limit_requests,
         rate_limit_tokens=rate_limit_tokens,
+        cors_origins=tuple(cors_origin or ()),
+        tls_cert=tls_cert,
+        tls_key=tls_key,
         log_level=log_level,
         log_format=log_format,
     )

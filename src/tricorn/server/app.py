@@ -16,11 +16,13 @@ import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -58,6 +60,7 @@ class ServerOptions:
     seconds that a newcomer would wait (0: any): more are refused with 429. `drain_seconds` is how long requests may go
     on after a signal to stop. `grpc_port` serves gRPC too. Of `api_keys`, if there are any, a request must show one;
     `admin_key` opens /debug/state. `rate_limit_requests` and `rate_limit_tokens` are what each key may use in a minute.
+    Pages of `cors_origins` may call from a browser. With `tls_cert` and `tls_key`, both in PEM, all ports speak TLS.
     """
 
     name: str
@@ -72,6 +75,9 @@ class ServerOptions:
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     rate_limit_requests: int | None = None
     rate_limit_tokens: int | None = None
+    cors_origins: tuple[str, ...] = ()
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
     log_level: Level = "warning"
     log_format: Format = "text"
 
@@ -95,6 +101,14 @@ def create_app(frontend: Frontend, options: ServerOptions, tracing: Tracing | No
     ]
     api.operations = tuple(operation for _, operations in groups for operation in operations)
     app = FastAPI(openapi_url=None, routes=routes, redirect_slashes=False)
+    if options.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.cors_origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=["*"],
+        )
     app.add_middleware(HeaderLimit)
     app.add_exception_handler(HTTPException, _http_exception)
     app.state.api = api

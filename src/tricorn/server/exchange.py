@@ -32,6 +32,8 @@ BODY_SECONDS = 30.0
 MAX_HEADERS = 32 * 2**10
 """Bytes in the headers of a request."""
 
+MAX_HEADER_COUNT = 128
+
 GRACE_SECONDS = 1.0
 """How late the engine may be to end a request whose deadline has passed."""
 
@@ -283,18 +285,22 @@ class Endpoint:
 
 
 class HeaderLimit:
-    """Middleware that refuses requests with too many bytes of headers."""
+    """Middleware that refuses requests with too many headers, or too many bytes of them."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and sum(len(key) + len(value) for key, value in scope["headers"]) > MAX_HEADERS:
-            await Exchange(scope, receive, send).fail(
-                HttpError(431, f"the headers hold more than {MAX_HEADERS} bytes", code="headers_too_large")
-            )
-            return
-        await self._app(scope, receive, send)
+        headers = scope.get("headers", ())
+        if sum(len(key) + len(value) for key, value in headers) > MAX_HEADERS:
+            await self._refuse(scope, receive, send, f"the headers hold more than {MAX_HEADERS} bytes")
+        elif len(headers) > MAX_HEADER_COUNT:
+            await self._refuse(scope, receive, send, f"there are more than {MAX_HEADER_COUNT} headers")
+        else:
+            await self._app(scope, receive, send)
+
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send, message: str) -> None:
+        await Exchange(scope, receive, send).fail(HttpError(431, message, code="headers_too_large"))
 
 
 def _too_large() -> HttpError:

@@ -2,17 +2,56 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from tricorn.server.errors import HttpError
 from tricorn.server.exchange import MAX_HEADERS, new_request_id
 
+HEAD_SECONDS = 20.0
+"""How long a client may take from its connection, or the first byte of a further request, to the end of the head."""
+
 
 class BoundedHttp(HttpToolsProtocol):
-    """uvicorn's protocol keeps a header of any length in memory until it ends; this one gives up with 431."""
+    """uvicorn's protocol keeps a header of any length in memory until it ends, and waits for it as long as it takes;
+    this one gives up with 431 and 408.
+    """
 
     _head = 0
     """Bytes received since the last head was complete."""
+    _patience: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._expect_no_head()
+        super().connection_lost(exc)
+
+    def on_message_begin(self) -> None:
+        if self._patience is None:
+            self._expect_head()
+        super().on_message_begin()
+
+    def _expect_head(self) -> None:
+        self._patience = self.loop.call_later(HEAD_SECONDS, self._lose_patience)
+
+    def _expect_no_head(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+    def _lose_patience(self) -> None:
+        self._patience = None
+        if self.transport.is_closing():
+            return
+        if self._head and (self.cycle is None or self.cycle.response_complete):
+            message = f"the headers did not arrive within {HEAD_SECONDS:.0f} seconds"
+            self._refuse(HttpError(408, message, code="headers_timeout"))
+        else:
+            self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         self._head += len(data)
@@ -28,6 +67,7 @@ class BoundedHttp(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._head = 0
+        self._expect_no_head()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:

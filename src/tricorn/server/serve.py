@@ -8,6 +8,7 @@ import json
 import logging
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -83,9 +84,28 @@ def serve(options: ServerOptions, engine: EngineOptions) -> int:
     """Serves the engine file of `engine` until a signal; gives the exit code. Raises TricornError when it cannot."""
     if options.grpc_port is not None:
         _check_grpc()
+    tls = tls_of(options)
     listener = listen(options.host, options.port)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(run(load(engine), options, listener))
+        return runner.run(run(load(engine), options, listener, tls))
+
+
+def tls_of(options: ServerOptions) -> ssl.SSLContext | None:
+    """What the options ask for; None is plain HTTP. Raises TricornError when the files do not serve."""
+    if options.tls_cert is None and options.tls_key is None:
+        return None
+    if options.tls_cert is None or options.tls_key is None:
+        raise TricornError("--tls-cert and --tls-key go together: give both")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    try:
+        context.load_cert_chain(options.tls_cert, options.tls_key, password="")
+    except (OSError, ValueError) as error:
+        raise TricornError(
+            f"{options.tls_cert} and {options.tls_key} are no certificate and its key, unencrypted, in PEM: {error}"
+        ) from None
+    return context
 
 
 def _check_grpc() -> None:
@@ -133,14 +153,19 @@ def _in_thread(work: Callable[[], T]) -> asyncio.Future[T]:
     return future
 
 
-async def run(loading: Awaitable[Frontend], options: ServerOptions, listener: socket.socket) -> int:
+async def run(
+    loading: Awaitable[Frontend],
+    options: ServerOptions,
+    listener: socket.socket,
+    tls: ssl.SSLContext | None = None,
+) -> int:
     """Listens at once, serves when `loading` is done, and goes on until a signal or the engine's death; gives the exit
     code. Closes the engine's client. Raises TricornError when loading fails.
     """
     writer = configure(options.log_level, options.log_format)
     tracing = open_tracing()
     try:
-        return await Serving(options, listener, tracing).run(loading)
+        return await Serving(options, listener, tracing, tls).run(loading)
     finally:
         if tracing is not None:
             tracing.close()
@@ -155,25 +180,28 @@ class Serving:
     their time is over, the server ends. A second signal ends it at once.
     """
 
-    def __init__(self, options: ServerOptions, listener: socket.socket, tracing: Tracing | None) -> None:
+    def __init__(
+        self, options: ServerOptions, listener: socket.socket, tracing: Tracing | None, tls: ssl.SSLContext | None
+    ) -> None:
         self._options = options
         self._listener = listener
         self._tracing = tracing
         self._door = Door()
-        self._server = _Uvicorn(
-            uvicorn.Config(
-                self._door,
-                http=BoundedHttp,
-                ws="none",
-                lifespan="off",
-                log_config=None,  # uvicorn's own would close the handlers that there are
-                log_level="error",
-                access_log=False,
-                server_header=False,
-                timeout_keep_alive=75,
-                timeout_graceful_shutdown=1,  # what was to be waited for has been waited for
-            )
+        config = uvicorn.Config(
+            self._door,
+            http=BoundedHttp,
+            ws="none",
+            lifespan="off",
+            log_config=None,  # uvicorn's own would close the handlers that there are
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=1,  # what was to be waited for has been waited for
         )
+        config.load()
+        config.ssl = tls
+        self._server = _Uvicorn(config)
         self._signals = 0
         self._signal = asyncio.Event()
 
@@ -244,7 +272,9 @@ class Serving:
         from tricorn.server import grpc_server  # an extra: most servers do without
 
         service = grpc_server.Service(Inference(api.work), api.journal, api.metrics.error, api.guard)
-        return await grpc_server.listen(service, self._options.host, port)
+        options = self._options
+        tls = None if options.tls_key is None or options.tls_cert is None else (options.tls_key, options.tls_cert)
+        return await grpc_server.listen(service, options.host, port, tls)
 
     async def _close(self, client: EngineClient) -> None:
         """Ends the engine, which may take its time to save what it has cached. After a second signal it does not: this
@@ -270,8 +300,10 @@ def _greeting(options: ServerOptions, port: int, grpc_port: int | None) -> str:
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(options.host, options.host)
     body = {"model": options.name, "messages": [{"role": "user", "content": "Hello!"}]}
     beside = "" if grpc_port is None else f", gRPC on {host}:{grpc_port}"
+    url = f"{'http' if options.tls_cert is None else 'https'}://{host}:{port}"
+    key = "-H 'Authorization: Bearer KEY' " if options.api_keys else ""
     return (
-        f"Serving {options.name} on http://{host}:{port}/v1{beside}\n\n"
-        f"  curl http://{host}:{port}/v1/chat/completions -H 'Content-Type: application/json' \\\n"
+        f"Serving {options.name} on {url}/v1{beside}\n\n"
+        f"  curl {url}/v1/chat/completions {key}-H 'Content-Type: application/json' \\\n"
         f"    -d '{json.dumps(body)}'\n"
     )
