@@ -164,3 +164,30 @@ def test_a_full_server_refuses_in_all_protocols(full: Served) -> None:
     for says in (anthropic_says, ollama_says, generate_says):
         assert says(full, KEY) == 429
     assert grpc_says(full, KEY) == "StatusCode.RESOURCE_EXHAUSTED"
+
+
+def test_a_deadline_in_the_middle_of_a_stream(narrow: Served) -> None:
+    """Of an answer that a schema keeps from ending."""
+    soon = {"x-request-timeout": "0.5"}
+    endless = {"type": "string", "minLength": 15_000}
+    heard: list[str] = []
+    with clients.Anthropic(base_url=narrow.url, api_key=KEY, max_retries=0) as client:
+        config: Any = {"format": {"type": "json_schema", "schema": endless}}
+        with (
+            client.messages.create(
+                model="small",
+                max_tokens=16_000,
+                messages=HELLO,
+                stream=True,
+                output_config=config,
+                extra_headers=soon,
+            ) as stream,
+            pytest.raises(clients.APIStatusError, match="time is over"),
+        ):
+            heard.extend(event.type for event in stream)
+    assert "content_block_delta" in heard
+    other = ollama_client.Client(host=narrow.url, headers={**BEARER, **soon})
+    parts = list(other.generate(model="small", prompt="x", raw=True, format=endless, stream=True))
+    other._client.close()
+    assert len(parts) > 1
+    assert parts[-1].done_reason == "timeout"
