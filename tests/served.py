@@ -32,7 +32,9 @@ class Served:
     def engine_pid(self) -> int:
         """The process of the engine."""
         children = (path.read_text().split() for path in Path(f"/proc/{self.pid}/task").glob("*/children"))
-        return max(int(pid) for pids in children for pid in pids)
+        pids = [pid for pids in children for pid in pids]
+        (engine,) = (pid for pid in pids if b"tricorn.engine" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        return int(engine)
 
 
 @contextmanager
