@@ -28,6 +28,8 @@ class ServerProcess:
         self._process: asyncio.subprocess.Process | None = None
         self._engines: set[int] = set()
         self.port = 0
+        self.last_words = ""
+        """What `said` gave at its end."""
 
     async def __aenter__(self) -> ServerProcess:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115
@@ -64,6 +66,11 @@ class ServerProcess:
     def running(self) -> bool:
         return self._process is not None and self._process.returncode is None
 
+    @property
+    def code(self) -> int | None:
+        """The exit code; None while it runs."""
+        return None if self._process is None else self._process.returncode
+
     def engine(self) -> int:
         """The engine process, a child of the server; 0 while there is none."""
         with suppress(OSError):
@@ -93,6 +100,7 @@ class ServerProcess:
                 await process.wait()
             for engine in self._engines:
                 await _gone(engine)
+        self.last_words = self.said()
         self._log.close()
 
 

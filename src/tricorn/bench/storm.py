@@ -22,6 +22,7 @@ import msgspec
 import uvloop
 
 from tricorn.bench.load import (
+    GAVE_UP,
     TIMEOUT_SECONDS,
     Client,
     Metrics,
@@ -244,11 +245,7 @@ async def _storm(
 def _late(result: Result, deadline: float) -> bool:
     """Its time was over: by the server's word, or by the client's patience."""
     by_server = result.status == 408 or result.finish_reason == "timeout"
-    return (
-        by_server
-        or (not result.complete and result.seconds >= deadline)
-        or (result.complete and result.seconds > deadline)
-    )
+    return by_server or result.error == GAVE_UP or (result.complete and result.seconds > deadline)
 
 
 def _recomputed_share(before: Metrics, after: Metrics) -> float:
