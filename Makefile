@@ -7,7 +7,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 NATIVE := $(wildcard native/*) CMakeLists.txt pyproject.toml
 
-.PHONY: help setup serve test lint types format sanitize parity quality bench drill docs clean
+.PHONY: help setup serve test lint types format sanitize parity quality bench drill show docs clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -70,6 +70,14 @@ bench: $(STAMP)  ## the machine's limits, and the engine beside them
 
 drill: $(STAMP)  ## kill, stop and starve the engine of a real server under 64 streams: nothing may differ
 	@$(BIN)/tricorn drill --model $(MODEL)
+
+show: $(STAMP)  ## what is promised under load, in full (about an hour): storm, stalls, constraints, drill, soak, simulation
+	@$(BIN)/tricorn bench storm --model $(MODEL)
+	@$(BIN)/tricorn bench stalls --model $(MODEL)
+	@$(BIN)/tricorn bench structured --model $(MODEL)
+	@$(BIN)/tricorn drill --model $(MODEL)
+	@$(BIN)/tricorn bench soak --model $(MODEL) --minutes 30
+	@$(BIN)/tricorn bench simulate --seeds 250 --steps 4000
 
 clean:  ## remove what was built and installed here (models and engines stay in the cache)
 	@rm -rf .venv .venv-parity build .pytest_cache .mypy_cache .ruff_cache .hypothesis
