@@ -220,7 +220,7 @@ class Client:
         except TimeoutError:
             return exchange, GAVE_UP
         except OSError as error:
-            return exchange, error.strerror or str(error)
+            return exchange, f"the connection failed: {error}"
         finally:
             exchange.close()
 

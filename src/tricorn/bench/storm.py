@@ -71,7 +71,7 @@ class Scale:
     storm: float = 120.0
 
 
-SHORT = Scale(prompt=(16, 48), output=(4, 24), most=32, clients=8, kv="16M", capacity=2.0, storm=3.0)
+SHORT = Scale(prompt=(16, 48), output=(4, 24), most=32, clients=4, kv="16M", capacity=1.0, storm=2.0)
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
