@@ -15,8 +15,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from bisect import bisect_left
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -27,6 +26,7 @@ from tricorn.frontend.errors import BadRequest, EngineFailure
 from tricorn.frontend.stop import StopMatcher
 from tricorn.frontend.template import ChatTemplate, Message, check_text, normalize
 from tricorn.frontend.tokenizer import Detokenizer, Tokenizer
+from tricorn.frontend.workers import Job, Threads, Workers
 from tricorn.request import (
     FinishReason,
     Output,
@@ -46,9 +46,6 @@ T = TypeVar("T")
 
 CHARACTERS_PER_TOKEN = 16
 """A prompt with more characters than this for each token of the context is refused unread."""
-
-ENCODE_SECONDS = 10.0
-"""How long a client waits at most for its prompt to be tokenized."""
 
 MASK64 = 2**64 - 1
 
@@ -225,46 +222,44 @@ class Assembler:
 
 
 class Frontend:
-    """Text in, text out, over an engine client. `template` is None for a model that has no chat template."""
+    """Text in, text out, over an engine client. `template` is None for a model that has no chat template; `workers`
+    read prompts, by default in threads.
+    """
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None, client: EngineClient) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        client: EngineClient,
+        workers: Workers | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
         self.template = template
         self.client = client
         self.context = client.info.context
         self.vocab = client.info.vocab
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="tokenize")
+        self._workers = workers or Threads(tokenizer, template)
 
     # --- prompts
 
     async def encode(self, text: str, *, parse_special: bool = True) -> list[int]:
         """The ids of a raw prompt, with BOS in front where the model wants one. Raises BadRequest."""
 
-        def work() -> list[int]:
-            return self.tokenizer.encode(text, add_special=True, parse_special=parse_special)
-
         check_text(text, CHARACTERS_PER_TOKEN * self.context)
-        return await self._in_thread(work)
+        arguments = {"text": text, "add_special": True, "parse_special": parse_special}
+        return await self._workers.encode(Job("plain", arguments))
 
     async def encode_chat(
         self, messages: list[Message], options: dict[str, Any] | None = None, *, continuation: str = ""
     ) -> list[int]:
         """The ids of a conversation with the assistant's turn opened, and begun with `continuation`. `options` are
         further template variables."""
-        template = self.template
-        if template is None:
+        if self.template is None:
             raise BadRequest("this model has no chat template: use /v1/completions", "messages", "no_chat_template")
         messages = normalize(messages)
         limit = CHARACTERS_PER_TOKEN * self.context
-        return await self._in_thread(lambda: template.encode(messages, options, limit=limit, continuation=continuation))
-
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        """Off the event loop: a long prompt must not make others wait."""
-        future = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        try:
-            return await asyncio.wait_for(future, ENCODE_SECONDS)
-        except TimeoutError as error:
-            raise BadRequest("the prompt takes too long to tokenize", "prompt") from error
+        arguments = {"messages": messages, "options": options, "limit": limit, "continuation": continuation}
+        return await self._workers.encode(Job("chat", arguments))
 
     # --- generation
 
@@ -350,7 +345,7 @@ class Frontend:
             raise BadRequest(str(error)) if self.client.alive else EngineFailure(str(error)) from error
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._workers.close()
 
 
 def derive_seed(seed: int, choice: int) -> int:

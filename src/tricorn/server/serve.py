@@ -25,6 +25,7 @@ from tricorn.engine.client import ProcessClient
 from tricorn.engine.options import EngineOptions
 from tricorn.engine.process import EngineProcess
 from tricorn.frontend.generate import EngineClient, Frontend, load_text
+from tricorn.frontend.workers import Processes
 from tricorn.request import TricornError
 from tricorn.server.app import Api, ServerOptions, create_app
 from tricorn.server.generation import Generations
@@ -120,11 +121,13 @@ async def load(engine: EngineOptions) -> Frontend:
     """Starts the engine, and opens the model's text side while it loads. The caller closes the frontend's client."""
     process = EngineProcess(engine)
     starting = _in_thread(lambda: ProcessClient(engine, process))
+    workers = Processes(engine.path)
     try:
         file = await asyncio.to_thread(EngineFile.open, Path(engine.path), check_body=False)  # the engine checks it
         tokenizer, template = await asyncio.to_thread(load_text, file)
-        return Frontend(tokenizer, template, await asyncio.shield(starting))
+        return Frontend(tokenizer, template, await asyncio.shield(starting), workers)
     except BaseException:  # a signal, too
+        workers.close()
         process.stop()
         await asyncio.wait((starting,), timeout=ABORT_SECONDS)
         if starting.done() and starting.exception() is None:
