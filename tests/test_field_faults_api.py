@@ -108,8 +108,9 @@ class Server:
         self.post({"prompt": "2+2=", "max_tokens": 1})
 
     def children(self) -> list[int]:
-        path = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return [int(pid) for pid in path.read_text().split()]
+        """The processes of engines; the other child reads prompts."""
+        pids = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [int(pid) for pid in pids if b"tricorn.engine" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
     def stop(self) -> None:
         self.http.close()
