@@ -42,6 +42,7 @@ from tricorn.server.journal import Journal
 from tricorn.server.loading import answer_ready
 from tricorn.server.logs import Format, Level
 from tricorn.server.metrics import Metrics
+from tricorn.server.openapi import Description
 from tricorn.server.rates import RateOptions
 from tricorn.server.routes import Operation, Routes
 from tricorn.server.tracing import Tracing
@@ -90,16 +91,19 @@ class ServerOptions:
 def create_app(frontend: Frontend, options: ServerOptions, tracing: Tracing | None = None) -> FastAPI:
     """The ASGI application; its `state.api` is the Api."""
     api = Api(frontend, options, tracing)
-    groups: tuple[tuple[Dialect, Routes], ...] = (
-        (OPENAI, api.routes),
-        (anthropic.DIALECT, anthropic.Anthropic(api.work).routes),
-        (ollama.DIALECT, ollama.Ollama(api.work).routes),
-        (kserve.DIALECT, kserve.Kserve(Inference(api.work)).routes),
-    )
+    description = Description()
+    groups: dict[str, tuple[Dialect, Routes]] = {
+        "OpenAI": (OPENAI, api.routes),
+        "Anthropic": (anthropic.DIALECT, anthropic.Anthropic(api.work).routes),
+        "Ollama": (ollama.DIALECT, ollama.Ollama(api.work).routes),
+        "Open Inference Protocol": (kserve.DIALECT, kserve.Kserve(Inference(api.work)).routes),
+        "This description": (OPENAI, description.routes),
+    }
+    description.describe(groups)
     routes: list[BaseRoute] = [
-        api.route(operation, dialect) for dialect, operations in groups for operation in operations
+        api.route(operation, dialect) for dialect, operations in groups.values() for operation in operations
     ]
-    api.operations = tuple(operation for _, operations in groups for operation in operations)
+    api.operations = tuple(operation for _, operations in groups.values() for operation in operations)
     app = FastAPI(openapi_url=None, routes=routes, redirect_slashes=False)
     if options.cors_origins:
         app.add_middleware(
@@ -190,7 +194,7 @@ class Api:
             Operation("GET", "/v1/models/{id:path}", self.models, "key", "One model"),
             Operation("GET", "/health", self.health, "open", "Whether the engine lives"),
             Operation("GET", "/ready", self.ready, "open", "Whether a request would be served at once"),
-            Operation("GET", "/metrics", self.exposition, "key", "For Prometheus"),
+            Operation("GET", "/metrics", self.exposition, "key", "For Prometheus", gives="text/plain"),
             Operation("GET", "/debug/state", self.debug_state, "admin", "What lives in the server and the engine"),
         )
 

@@ -14,7 +14,7 @@ Handler = Callable[[Exchange], Awaitable[None]]
 @dataclass(frozen=True)
 class Operation:
     """A method and a path, their handler, and who may use them. For the API's description: `about` says in a line what
-    it does, `reads` has the structs that read its JSON body.
+    it does, `reads` has the structs that read its JSON body, `gives` is the media type of its answer.
     """
 
     method: str
@@ -23,6 +23,7 @@ class Operation:
     access: Access
     about: str = ""
     reads: tuple[type, ...] = ()
+    gives: str = "application/json"
 
 
 Routes = tuple[Operation, ...]
