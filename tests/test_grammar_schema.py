@@ -98,7 +98,7 @@ def test_what_a_schema_lets_through(schema: Any, good: list[Any], bad: list[Any]
         ({"items": {"contains": {"const": 1}}}, "#/items", "contains"),
         ({"type": "string", "not": {"pattern": "a"}}, "#/not", "pattern"),
         ({"properties": {"a/b": {"format": "regex"}}}, "#/properties/a~1b", "format"),
-        ({"type": "string", "format": "date", "maxLength": 3}, "#", "pattern"),
+        ({"type": "string", "format": "date", "maxLength": 3}, "#", "format"),
         ({"type": "object", "properties": {"a": {}}, "required": ["b"], "additionalProperties": False}, "#", "required"),
         ({"$ref": "#"}, "#", "$ref"), ({"$ref": "http://127.0.0.1:9/x"}, "#", "$ref"), ({"$ref": "#/$defs/none"}, "#", "$ref"),
         ({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"allOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}, "", "$ref"),

@@ -10,6 +10,12 @@ CLASS = re.compile(r"\[(\^?)((?:[^\]\\]|\\.)*)\]", re.DOTALL)
 PIECE = re.compile(
     r"\[\^?(?:[^\]\\]|\\.)*\]|\\[pP](?:\{[^}]*\}|[A-Z])|\\[xu](?:\{[^}]*\}|[0-9A-Fa-f]+)|\\.|.", re.DOTALL
 )
+ANCHORS = {"\\A", "\\z", "\\a"}
+"""Letters to ECMAScript; to others the edges of the text, and a bell."""
+
+DOUBLED = re.compile(r"(?:[*+?]|\{[0-9]+(?:,[0-9]*)?\})\??+(?:[*+?]|\{[0-9])")
+"""A quantifier of a quantifier, in a pattern of which escapes and classes are left out."""
+
 U0001 = re.compile(r"\\(?:x01|u0001|x\{0*1\}|u\{0*1\}|cA)|\x01")
 
 
@@ -20,6 +26,8 @@ def translate(pattern: str, path: str, keyword: str, *, quoted: bool = True) -> 
 
     `quoted` False is for text that is no JSON string: U+0001 stays. Raises ConstraintError for what cannot be said.
     """
+    if DOUBLED.search(PIECE.sub(lambda found: found[0] if len(found[0]) == 1 else "x", pattern)):
+        raise ConstraintError("a quantifier has nothing to repeat", path, keyword)
     return PIECE.sub(lambda found: _piece(found[0], path, keyword, quoted), pattern)
 
 
@@ -28,6 +36,8 @@ def _piece(piece: str, path: str, keyword: str, quoted: bool) -> str:
         return f"[{piece}&&[^\\x01]]" if quoted else piece
     found = CLASS.fullmatch(piece)
     if found is None:
+        if quoted and piece in ANCHORS:
+            raise ConstraintError(f"{piece} means different things to different readers", path, keyword)
         if quoted and U0001.fullmatch(piece):
             raise ConstraintError("strings cannot hold U+0001", path, keyword)
         return piece

@@ -48,15 +48,18 @@ MOST_DEPTH = 100
 NAMES = re.compile(r"\^\(([A-Za-z0-9_|-]+)\)\$|\^([A-Za-z0-9_-]+)\$")
 """Patterns that are lists of names."""
 
+UNWRITABLE = re.compile("[\x00-\x07\x0b\x0e-\x1f\x7f]")
+"""Characters that no string of an answer holds."""
+
 
 def normalize(root: Schema) -> Schema:
     """A schema that means the same and that the grammar engine enforces. Raises ConstraintError."""
     return _Normalizer(root).whole()
 
 
-def locate(root: Schema, fails: Callable[[Schema], str]) -> tuple[str, str]:
-    """The path of the innermost schema that fails, and what `fails` said of it; looks at the first 200."""
-    found = ("#", "")
+def locate(root: Schema, fails: Callable[[Schema], str]) -> tuple[str, dict[str, Any], str]:
+    """The path of the innermost schema that fails, the schema, and what `fails` said of it; looks at the first 200."""
+    found: tuple[str, dict[str, Any], str] = ("#", {}, "")
     for path, schema in itertools.islice(_subschemas(root, "#"), 200):
         normalizer = _Normalizer(root)
         try:
@@ -65,7 +68,7 @@ def locate(root: Schema, fails: Callable[[Schema], str]) -> tuple[str, str]:
             continue
         fault = fails({**normal, "$defs": normalizer.definitions}) if isinstance(normal, dict) else ""
         if fault and path.startswith(found[0]):
-            found = (path, fault)
+            found = (path, schema, fault)
     return found
 
 
@@ -191,6 +194,7 @@ class _Normalizer:
         _check(schema, path)
         values = self.finite(schema)
         if values is not None:
+            values = [value for value in values if _writable(value)]
             if not values:
                 keyword = "enum" if "enum" in schema else "const" if "const" in schema else _first_keyword(schema)
                 self.contradictions.append((path, keyword))
@@ -868,6 +872,15 @@ def _exact(value: Any) -> bool:
     return isinstance(value, str | bool | None) or (
         _finite(value) and (isinstance(value, float) or abs(value) <= EXACT)
     )
+
+
+def _writable(value: Any) -> bool:
+    """Whether the strings of a value can be written: control characters only with the short escapes."""
+    if isinstance(value, dict):
+        return all(map(_writable, value.values()))
+    if isinstance(value, list):
+        return all(map(_writable, value))
+    return not isinstance(value, str) or UNWRITABLE.search(value) is None
 
 
 def _object(value: Any) -> bool:

@@ -40,7 +40,8 @@ THREADS = 2
 SLACK = 4
 """Seconds on the clock for each second of computing: the machine may be busy."""
 
-LIMITS = llguidance.LLParserLimits(verbose_errors=False)
+LIMITS = llguidance.LLParserLimits(verbose_errors=False, max_items_in_row=20_000)
+"""A place in a schema costs a few items for each member that may come there: thousands of optional ones."""
 
 U32 = NDArray[np.uint32]
 
@@ -262,7 +263,7 @@ KEYWORDS = (
 def _refusal(constraint: Constraint, error: str) -> ConstraintError:
     """The engine's error, with the place in the client's schema where it arises."""
     message = " ".join(error.split("\n")[:3]) if "regex parse error" in error else _line(error)
-    path = ""
+    path, schema = "", {}
     if constraint.kind == "json_schema":
         deadline = time.monotonic() + 0.5
         options: Any = OPTIONS
@@ -273,9 +274,11 @@ def _refusal(constraint: Constraint, error: str) -> ConstraintError:
             grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=options)
             return llguidance.LLMatcher.validate_grammar(grammar)
 
-        path, fault = locate(decode_json(constraint.source), fails)
+        path, schema, fault = locate(decode_json(constraint.source), fails)
         message = _line(fault) if fault and not fault.startswith("WARNING") else message
     keyword = next((name for sign, name in KEYWORDS if sign in message), "") if path else constraint.kind
+    if keyword == "pattern" and path and "format" in schema and "pattern" not in schema:
+        keyword = "format"  # which has become a pattern
     return ConstraintError(message[:300], path, keyword)
 
 
