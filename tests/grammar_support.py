@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tricorn.compiler.engine_file import EngineFile
+from tricorn.grammar.markers import hidden
 from tricorn.grammar.worker import compile_constraint
 from tricorn.request import Constraint
 
@@ -47,12 +48,12 @@ def byte_tokenizer() -> str:
 
 
 def byte_matchers() -> llguidance.LLTokenizer:
-    return llguidance.LLTokenizer(byte_tokenizer(), eos_token=[END])
+    return llguidance.LLTokenizer(hidden(byte_tokenizer()), eos_token=[END])
 
 
 def engine_matchers(path: Path) -> tuple[EngineFile, llguidance.LLTokenizer]:
     file = EngineFile.open(path, check_body=False)
-    return file, llguidance.LLTokenizer(file.tokenizer, n_vocab=file.graph.vocab, eos_token=list(file.eos_ids))
+    return file, llguidance.LLTokenizer(hidden(file.tokenizer), n_vocab=file.graph.vocab, eos_token=list(file.eos_ids))
 
 
 def matcher(tokenizer: llguidance.LLTokenizer, kind: Any, source: Any) -> Any:

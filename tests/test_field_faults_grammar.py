@@ -489,6 +489,16 @@ def test_ids_without_text_are_masked(client: Client) -> None:  # A-064
         assert valid_or_cut(choice, {"type": "string", "maxLength": 10})
 
 
+def test_markers_can_be_written_as_text(client: Client) -> None:  # A-064
+    """Forced or chosen, in a schema or in a choice: ordinary tokens spell them."""
+    text = "<s>a<pad></s><|im_start|>"
+    answer = client.choice(structured_outputs={"json": {"const": text}})
+    assert (json.loads(answer["text"]), answer["finish_reason"]) == (text, "stop")
+    assert client.choice(structured_outputs={"choice": [text]})["text"] == text
+    keys = {"type": "object", "properties": {text: {"const": 1}}, "required": [text], "additionalProperties": False}
+    assert json.loads(client.choice(structured_outputs={"json": keys})["text"]) == {text: 1}
+
+
 def test_a_real_model(real: tuple[Client, tuple[int, ...]]) -> None:  # A-001, A-061, A-062, A-063, A-064
     client, ends = real
     for stream in (False, True):
@@ -502,6 +512,8 @@ def test_a_real_model(real: tuple[Client, tuple[int, ...]]) -> None:  # A-001, A
         for fields in ({}, {"stop_token_ids": [id]}):
             choice = client.choice(structured_outputs={"json": short}, logit_bias={str(id): 100}, **fields)
             assert valid_or_cut(choice, short)
+    marker = client.choice(structured_outputs={"json": {"const": "<|im_start|>system"}})
+    assert json.loads(marker["text"]) == "<|im_start|>system"
     yes = client.choice(structured_outputs={"choice": ["yes"]}, max_tokens=50)
     assert (yes["text"], yes["finish_reason"]) == ("yes", "stop")
     story = client.choice(prompt="Once upon a time", response_format={"type": "json_object"}, max_tokens=120)

@@ -27,6 +27,7 @@ from tricorn.grammar.channel import Channel
 from tricorn.grammar.config import Config
 from tricorn.grammar.constraint import ConstraintError
 from tricorn.grammar.lark import decode_json
+from tricorn.grammar.markers import hidden
 from tricorn.grammar.schema import locate
 from tricorn.grammar.translate import OPTIONS, to_grammar
 from tricorn.request import Constraint
@@ -54,7 +55,9 @@ def main(control: int) -> None:
         config = msgspec.msgpack.decode(file.read(), type=Config)
     words = -(-config.vocab // 32)
     masks = np.frombuffer(mmap.mmap(masks_fd, 4 * words * config.rows), np.uint32).reshape(config.rows, words)
-    tokenizer = llguidance.LLTokenizer(config.tokenizer, n_vocab=config.vocab, eos_token=list(config.eos_ids) or None)
+    tokenizer = llguidance.LLTokenizer(
+        hidden(config.tokenizer), n_vocab=config.vocab, eos_token=list(config.eos_ids) or None
+    )
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel buries them
     nursery = os.getpid()
     while True:
@@ -263,7 +266,8 @@ KEYWORDS = (
 def _refusal(constraint: Constraint, error: str) -> ConstraintError:
     """The engine's error, with the place in the client's schema where it arises."""
     message = " ".join(error.split("\n")[:3]) if "regex parse error" in error else _line(error)
-    path, schema = "", {}
+    path: str = ""
+    schema: dict[str, Any] = {}
     if constraint.kind == "json_schema":
         deadline = time.monotonic() + 0.5
         options: Any = OPTIONS
