@@ -6,6 +6,7 @@ import re
 import select
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,14 +43,15 @@ def served(engine: Path | str, *flags: str) -> Iterator[Served]:
     """`tricorn serve` on a free port, of an engine file or a built-in model; it must end well."""
     command = [sys.executable, "-m", "tricorn.cli", "serve", str(engine), "--port", "0", "--name", Served.model]
     limits = ["--threads", "1", "--kv-bytes", "16M", "--log-level", "warning"]
-    process = subprocess.Popen([*command, *limits, *flags], stdout=subprocess.PIPE)
-    try:
-        yield _ready(process)
-    finally:
-        process.terminate()
-        code = process.wait(60)
-        assert process.stdout is not None
-        process.stdout.close()
+    with tempfile.TemporaryDirectory() as state:
+        process = subprocess.Popen([*command, *limits, "--state-dir", state, *flags], stdout=subprocess.PIPE)
+        try:
+            yield _ready(process)
+        finally:
+            process.terminate()
+            code = process.wait(60)
+            assert process.stdout is not None
+            process.stdout.close()
     assert code == 0
 
 

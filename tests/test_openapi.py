@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,7 +20,11 @@ from tricorn.frontend.template import ChatTemplate
 from tricorn.server import schema
 from tricorn.server.app import ServerOptions, create_app
 
-APP = create_app(Frontend(BPE, ChatTemplate(CHATML, BPE), ScriptedEngine([5, 6, 7])), ServerOptions(name="m"))
+STATE = tempfile.TemporaryDirectory()
+APP = create_app(
+    Frontend(BPE, ChatTemplate(CHATML, BPE), ScriptedEngine([5, 6, 7])),
+    ServerOptions(name="m", state_dir=Path(STATE.name)),
+)
 
 
 def described() -> dict[str, Any]:

@@ -82,6 +82,10 @@ def serve(
     rate_limit_tokens: Annotated[
         int | None, typer.Option(help="Tokens, in and out, that each key may use in a minute. [default: any]", min=1)
     ] = None,
+    state_dir: Annotated[
+        Path | None,
+        typer.Option(help="Where files and batches are kept. [default: state/NAME in the cache directory]"),
+    ] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="A certificate with its chain, in PEM: serve TLS.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its private key, in PEM.")] = None,
     cors_origin: Annotated[
@@ -127,6 +131,7 @@ def serve(
     from tricorn.server.app import ServerOptions
     from tricorn.server.guard import read_keys
     from tricorn.server.serve import serve as run
+    from tricorn.weights.hub import cache_dir
 
     key, api_keys = read_key(admin_key), read_keys(api_key or ())
     path = ensure(model)
@@ -144,6 +149,7 @@ def serve(
         rate_limit_requests=rate_limit_requests,
         rate_limit_tokens=rate_limit_tokens,
         cors_origins=tuple(cors_origin or ()),
+        state_dir=state_dir or cache_dir() / "state" / (name or _short(model)).replace("/", "--"),
         tls_cert=tls_cert,
         tls_key=tls_key,
         log_level=log_level,
@@ -163,6 +169,39 @@ def serve(
         executor=executor,
     )
     raise typer.Exit(run(options, engine))
+
+
+@app.command("run-batch")
+def run_batch(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="Requests, in lines of JSON, as for /v1/batches.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="Their answers; OUT.part while it runs.")],
+    model: ModelOption = DEFAULT_MODEL,
+    name: Annotated[str | None, typer.Option(help="The model's name in the requests. [default: MODEL]")] = None,
+    threads: Threads = None,
+    kv_type: KvType = "f16",
+    kv_bytes: KvBytes = None,
+) -> None:
+    """Answer a file of requests without a server; goes on where an interrupted run stopped."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from tricorn.compiler import ensure
+    from tricorn.server.run_batch import run
+
+    options = _engine_options(ensure(model), threads, kv_type, kv_bytes)
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("answering", total=None)
+        refused = run(
+            options,
+            name or _short(model),
+            source,
+            target,
+            lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    if refused:
+        print(f"{refused} requests were refused: their answers in {target} say why", file=sys.stderr)
+    raise typer.Exit(1 if refused else 0)
 
 
 @app.command()

@@ -33,8 +33,10 @@ from tricorn.frontend.generate import Delta, Frontend, join
 from tricorn.request import Namespace, SamplingParams, Service, TricornError
 from tricorn.server import answers, anthropic, headers, kserve, ollama, schema
 from tricorn.server.answers import Fields, Prompt
+from tricorn.server.batches import BATCHED, Batches, Inside
 from tricorn.server.errors import HttpError, printable, too_late
 from tricorn.server.exchange import OPENAI, Dialect, Endpoint, Exchange, HeaderLimit, request_id
+from tricorn.server.files import Files, open_folder
 from tricorn.server.generation import Generations, unserved
 from tricorn.server.guard import Guard, GuardOptions
 from tricorn.server.inference import Inference
@@ -61,7 +63,8 @@ class ServerOptions:
     seconds that a newcomer would wait (0: any): more are refused with 429. `drain_seconds` is how long requests may go
     on after a signal to stop. `grpc_port` serves gRPC too. Of `api_keys`, if there are any, a request must show one;
     `admin_key` opens /debug/state. `rate_limit_requests` and `rate_limit_tokens` are what each key may use in a minute.
-    Pages of `cors_origins` may call from a browser. With `tls_cert` and `tls_key`, both in PEM, all ports speak TLS.
+    Pages of `cors_origins` may call from a browser. `state_dir` keeps files and batches; None keeps none.
+    With `tls_cert` and `tls_key`, both in PEM, all ports speak TLS.
     """
 
     name: str
@@ -77,6 +80,7 @@ class ServerOptions:
     rate_limit_requests: int | None = None
     rate_limit_tokens: int | None = None
     cors_origins: tuple[str, ...] = ()
+    state_dir: Path | None = None
     tls_cert: Path | None = None
     tls_key: Path | None = None
     log_level: Level = "warning"
@@ -93,7 +97,7 @@ def create_app(frontend: Frontend, options: ServerOptions, tracing: Tracing | No
     api = Api(frontend, options, tracing)
     description = Description()
     groups: dict[str, tuple[Dialect, Routes]] = {
-        "OpenAI": (OPENAI, api.routes),
+        "OpenAI": (OPENAI, (*api.routes, *api.files.routes, *api.batches.routes)),
         "Anthropic": (anthropic.DIALECT, anthropic.Anthropic(api.work).routes),
         "Ollama": (ollama.DIALECT, ollama.Ollama(api.work).routes),
         "Open Inference Protocol": (kserve.DIALECT, kserve.Kserve(Inference(api.work)).routes),
@@ -170,6 +174,16 @@ class Api:
         self.operations: Routes = ()
         """Every route that is served, those of all protocols."""
         self.work = Generations(frontend, gate, self.guard.rates, self.metrics, options.name, options.drain_seconds)
+
+        self.files = Files(*open_folder(options.state_dir))
+        endpoints = {
+            operation.path: Endpoint(operation.path, operation.handle, self.journal, self.metrics.error)
+            for operation in self.routes
+            if operation.path in BATCHED
+        }
+        slots = info.max_sequences
+        self.inside = Inside(endpoints, lambda: gate.sequences < max(1, slots - 1))
+        self.batches = Batches(self.files, self.inside)
 
     @property
     def routes(self) -> Routes:

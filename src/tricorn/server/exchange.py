@@ -92,7 +92,7 @@ class Exchange:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, route: str = "", dialect: Dialect = OPENAI) -> None:
         self.entry = Entry(request_id(scope), route, _traceparent(scope))
-        self.caller = ""
+        self.caller: str = scope.get("tricorn.caller", "")
         """Whose key the request shows; "" where none is asked for."""
         self.extra: tuple[tuple[bytes, bytes], ...] = ()
         """Further headers of the answer."""
@@ -132,17 +132,21 @@ class Exchange:
         kind = (self.header(b"content-type") or b"application/json").split(b";")[0].strip().lower()
         if kind != b"application/json" and not (binary and kind == b"application/octet-stream"):
             raise HttpError(415, "the content type must be application/json", code="unsupported_media_type")
+        return await self.read(MAX_BODY)
+
+    async def read(self, limit: int) -> bytes:
+        """The whole body, whatever it is, of at most `limit` bytes. Raises HttpError 400, 408 or 413, or ClientGone."""
         length = self.header(b"content-length")
-        if length is not None and length.isdigit() and int(length) > MAX_BODY:
-            raise _too_large()
+        if length is not None and length.isdigit() and int(length) > limit:
+            raise _too_large(limit)
         try:
-            async with asyncio.timeout(BODY_SECONDS):
-                return await self._read_body()
+            async with asyncio.timeout(BODY_SECONDS * max(1, limit // MAX_BODY)):
+                return await self._read_body(limit)
         except TimeoutError:
             message = f"the body did not arrive within {BODY_SECONDS:.0f} seconds"
             raise HttpError(408, message, code="body_timeout", close=True) from None
 
-    async def _read_body(self) -> bytes:
+    async def _read_body(self, limit: int) -> bytes:
         parts: list[bytes] = []
         size = 0
         while True:
@@ -151,8 +155,8 @@ class Exchange:
                 raise ClientGone
             parts.append(message.get("body", b""))
             size += len(parts[-1])
-            if size > MAX_BODY:
-                raise _too_large()
+            if size > limit:
+                raise _too_large(limit)
             if not message.get("more_body", False):
                 return b"".join(parts)
 
@@ -303,5 +307,5 @@ class HeaderLimit:
         await Exchange(scope, receive, send).fail(HttpError(431, message, code="headers_too_large"))
 
 
-def _too_large() -> HttpError:
-    return HttpError(413, f"the body holds more than {MAX_BODY} bytes", code="body_too_large")
+def _too_large(limit: int) -> HttpError:
+    return HttpError(413, f"the body holds more than {limit} bytes", code="body_too_large")

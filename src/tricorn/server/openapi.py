@@ -63,6 +63,17 @@ _ENDED = {"index": INTEGER, "finish_reason": _or_null(STRING), "stop_reason": _o
 _CHAT_CHOICE = _object(message=_object(role=STRING, content=_or_null(STRING)), logprobs=_or_null(_object()), **_ENDED)
 _CHOICE = _object(text=STRING, logprobs=_or_null(_object()), **_ENDED)
 _MODEL = _object(id=STRING, object=STRING, created=INTEGER, owned_by=STRING, max_model_len=INTEGER)
+_FILE = _object(id=STRING, object=STRING, bytes=INTEGER, created_at=INTEGER, filename=STRING, purpose=STRING)
+_BATCH = _object(
+    id=STRING,
+    object=STRING,
+    endpoint=STRING,
+    status=STRING,
+    input_file_id=STRING,
+    output_file_id=_or_null(STRING),
+    error_file_id=_or_null(STRING),
+    request_counts=_object(total=INTEGER, completed=INTEGER, failed=INTEGER),
+)
 _TENSOR = _object(name=STRING, datatype=STRING, shape=_list(INTEGER), data=_list({}))
 _BLOCK = _object(type=STRING, text=STRING)
 _STATUS = _object(status=STRING)
@@ -73,6 +84,11 @@ ANSWERS: Mapping[str, Fields] = {
     "/v1/completions": _object(**_HEAD, choices=_list(_CHOICE), usage=_USAGE),
     "/v1/models": _object(object=STRING, data=_list(_MODEL)),
     "/v1/models/{id}": _MODEL,
+    "/v1/files": _FILE,
+    "/v1/files/{id}": _FILE,
+    "/v1/batches": _BATCH,
+    "/v1/batches/{id}": _BATCH,
+    "/v1/batches/{id}/cancel": _BATCH,
     "/health": _STATUS,
     "/ready": _STATUS,
     "/v1/messages": _object(
@@ -99,6 +115,14 @@ ANSWERS: Mapping[str, Fields] = {
     "/v2/models/{model}/infer": _object(id=STRING, model_name=STRING, model_version=STRING, outputs=_list(_TENSOR)),
 }
 """What a request that was served gets; the others get some JSON."""
+
+FORMS: Mapping[tuple[str, str], Fields] = {
+    ("POST", "/v1/files"): {
+        **_object(file={"type": "string", "format": "binary"}, purpose={"type": "string", "enum": ["batch"]}),
+        "required": ["file", "purpose"],
+    }
+}
+"""The bodies that are not JSON."""
 
 # --- the document
 
@@ -154,9 +178,15 @@ def _operation(group: str, dialect: Dialect, operation: Operation, path: str, re
         ],
     }
     body = _body(read)
+    if (operation.method, path) in FORMS:
+        form = {"multipart/form-data": {"schema": FORMS[operation.method, path]}}
+        described["requestBody"] = {"required": True, "content": form}
     if read:
         described["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
-    answer = {operation.gives: {"schema": ANSWERS.get(path, {}) if operation.gives == "application/json" else STRING}}
+    whole = ANSWERS.get(path, {})
+    if operation.method == "GET" and path in ("/v1/files", "/v1/batches"):
+        whole = _object(object=STRING, data=_list(whole), has_more=BOOLEAN)
+    answer = {operation.gives: {"schema": whole if operation.gives == "application/json" else STRING}}
     if "stream" in body["properties"] or path.endswith("_stream"):
         answer[dialect.media.decode().partition(";")[0]] = {"schema": STRING}
     described["responses"] = {"200": {"description": "Served", "content": answer}}

@@ -256,9 +256,11 @@ class Serving:
             if (warning := unguarded(self._options.guard)) is not None:
                 log.warning(warning)
             print(_greeting(self._options, port, None if grpc is None else grpc.port), flush=True)
+            app.state.api.batches.start()
             while not self._signals and work.status != "dead":
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._signal.wait(), WATCH_SECONDS)
+            await app.state.api.batches.stop()
             await self._drain(work)
             if work.status == "dead":
                 log.error("the engine died; the server stops")
