@@ -17,6 +17,7 @@ import numpy as np
 from tricorn.compiler import ensure
 from tricorn.compiler.engine_file import EngineFile
 from tricorn.grammar.constraint import ConstraintError
+from tricorn.grammar.markers import hidden
 from tricorn.grammar.worker import compile_constraint
 from tricorn.request import Constraint, TricornError
 
@@ -63,7 +64,7 @@ def measure(
     """Compiles each schema and judges its instances with the tokenizer of `model`. `show` hears of each schema done;
     `refusals` takes a line for each that was refused, and for each instance that was judged wrongly."""
     file = EngineFile.open(ensure(model), check_body=False)
-    tokenizer = llguidance.LLTokenizer(file.tokenizer, n_vocab=file.graph.vocab, eos_token=list(file.eos_ids))
+    tokenizer = llguidance.LLTokenizer(hidden(file.tokenizer), n_vocab=file.graph.vocab, eos_token=list(file.eos_ids))
     lines: list[str] = refusals if refusals is not None else []
     compile_ms: list[float] = []
     mask_us: list[float] = []
