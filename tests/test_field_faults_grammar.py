@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -355,8 +356,9 @@ def test_hostile_grammars_cost_their_own_request(client: Client) -> None:  # A-0
     url, body = f"{client.server.url}/v1/completions", client.body({"max_tokens": 5})
 
     def leave(schema: Any) -> None:
-        with httpx.Client(timeout=1) as http, pytest.raises(httpx.TimeoutException):
-            http.post(url, json={**body, "structured_outputs": {"json": schema}})
+        with httpx.Client(timeout=0.5) as http, suppress(httpx.TimeoutException):
+            refused = http.post(url, json={**body, "structured_outputs": {"json": schema}})
+            assert refused.status_code == 400  # a quick machine
 
     with ThreadPoolExecutor(4) as pool:
         leaving = [pool.submit(leave, schema) for schema in slow]
@@ -374,7 +376,7 @@ def test_hostile_grammars_cost_their_own_request(client: Client) -> None:  # A-0
         if computed(client.server.pid) - before <= 10:
             break
         assert time.monotonic() < end, "the work goes on for nobody"
-    assert "takes more than" in client.refused(structured_outputs={"json": slow[0]})
+    assert re.search("takes more than|too large", client.refused(structured_outputs={"json": slow[0]}))
 
 
 @pytest.mark.parametrize("pattern", ["(a|aa)*b{0,4000}", "((a{0,50}){0,50}){0,50}", "(.*a){20}"])
