@@ -16,10 +16,14 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from served import Served, served
-from test_server_api import ScriptedEngine, drive
+from test_frontend_text import CHATML
+from test_server_api import BPE, ScriptedEngine, drive
 from tricorn import cli
+from tricorn.engine.options import EngineOptions
+from tricorn.frontend.generate import Frontend
+from tricorn.frontend.template import ChatTemplate
 from tricorn.request import TricornError
-from tricorn.server import files
+from tricorn.server import files, run_batch
 from tricorn.server.batches import read_lines
 from tricorn.server.errors import HttpError
 from tricorn.server.files import Folder, parse_form
@@ -251,3 +255,25 @@ def test_no_form_and_no_file_breaks_its_reader(body: bytes) -> None:
             assert all(isinstance(content, bytes) for _, content in fields.values())
     found, faults = read_lines(body)
     assert found == [] or not faults or len(found) + len(faults) > 1
+
+
+def test_offline_without_an_engine_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that dies for good ends the run, with what was answered kept."""
+    engine = ScriptedEngine([5])
+    engine.say = lambda request: [5] if len(engine.requests) < 4 else _die(engine)
+
+    async def load(_: Any) -> Frontend:
+        return Frontend(BPE, ChatTemplate(CHATML, BPE), engine)
+
+    monkeypatch.setattr(run_batch, "load", load)
+    source, target = tmp_path / "in", tmp_path / "out"
+    source.write_bytes(lines([line(index) for index in range(40)]))
+    with pytest.raises(TricornError, match="the engine died"):
+        run_batch.run(EngineOptions(path=""), "small", source, target, lambda done, total: None)
+    assert not target.exists()
+    assert (tmp_path / "out.part").read_bytes()
+
+
+def _die(engine: ScriptedEngine) -> list[int]:
+    engine.alive, engine.fail_after = False, 0
+    return [5]

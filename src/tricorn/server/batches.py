@@ -103,7 +103,7 @@ class Inside:
     """Calls handlers without a network. `endpoints` are by path; `room` says whether a slot of the engine is free."""
 
     def __init__(self, endpoints: Mapping[str, Endpoint], room: Callable[[], bool]) -> None:
-        self._endpoints = endpoints
+        self.endpoints = endpoints
         self._room = room
 
     async def answer(self, line: Line, caller: str) -> Answer:
@@ -131,7 +131,7 @@ class Inside:
 
         headers = [(b"content-type", b"application/json"), (b"x-request-id", new_request_id().encode())]
         scope = {"type": "http", "method": "POST", "path": url, "headers": headers, "tricorn.caller": caller}
-        await self._endpoints[url](scope, receive, send)
+        await self.endpoints[url](scope, receive, send)
         given = dict(head["headers"])
         again = head["status"] in (429, 503)
         retry = float(given.get(b"retry-after", 1)) if again else None

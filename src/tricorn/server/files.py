@@ -34,6 +34,9 @@ MAX_FILES = 1000
 MAX_TOTAL = 2 * 2**30
 """Bytes of all files."""
 
+UPLOADS = 4
+"""Files that may arrive at once: each takes memory."""
+
 FORM = 2**16
 """Bytes that a form may add to its file."""
 
@@ -120,7 +123,7 @@ class Files:
         self._files: dict[str, File] = {}
         if folder is not None:
             self._files = {file.id: file for file in folder.read("file", File)}
-        self._uploading = asyncio.Lock()
+        self._uploading = asyncio.Semaphore(UPLOADS)
 
     @property
     def routes(self) -> Routes:
@@ -174,7 +177,7 @@ class Files:
     # --- handlers
 
     async def upload(self, exchange: Exchange) -> None:
-        async with self._uploading:  # one at a time: each may take much memory
+        async with self._uploading:
             boundary = _boundary(exchange.header(b"content-type"))
             body = await exchange.read(MAX_FILE + FORM)
             self.open()

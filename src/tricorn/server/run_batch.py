@@ -11,7 +11,7 @@ import uvloop
 from tricorn.engine.options import EngineOptions
 from tricorn.request import TricornError
 from tricorn.server.app import Api, ServerOptions, create_app
-from tricorn.server.batches import Line, answers, read_answered, read_lines, said
+from tricorn.server.batches import Inside, Line, answers, read_answered, read_lines, said
 from tricorn.server.serve import load
 
 Tell = Callable[[int, int], None]
@@ -41,9 +41,16 @@ async def _run(engine: EngineOptions, name: str, lines: list[Line], target: Path
     frontend = await load(engine)
     try:
         api: Api = create_app(frontend, ServerOptions(name=name, max_wait=0.0)).state.api
+        slots = frontend.client.info.max_sequences
+
+        def room() -> bool:
+            if api.work.status == "dead":
+                raise TricornError(f"the engine died; run it again to go on with what is in {part}")
+            return api.work.gate.sequences < slots
+
         tell(len(statuses), len(lines))
         with part.open("ab") as file:
-            async for line, answer in answers(api.inside, left):
+            async for line, answer in answers(Inside(api.inside.endpoints, room), left):
                 file.write(said(line, answer))
                 file.flush()
                 statuses[line.custom_id] = answer.status
