@@ -9,24 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import resource
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import httptools
 import msgspec
 
+from tricorn.bench.server import ServerProcess
 from tricorn.request import TricornError
 
-START_SECONDS = 600.0
 STREAM_SECONDS = 600.0
 """A stream that takes longer counts as lost."""
 
@@ -59,6 +55,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     lost: int = 0
     deaths: int = 0
     longest_pause_s: float = 0.0
+    failures: list[str] = []
+    """Why streams were lost."""
 
     @property
     def ok(self) -> bool:
@@ -75,6 +73,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     mismatched: int
     lost: int
     longest_pause_s: float
+    failures: list[str]
     disasters: dict[str, Outcome]
     ok: bool
 
@@ -116,7 +115,8 @@ async def _run(model: str, streams: int, kills: int, short: bool, seed: int, tel
     bodies = [_body(random, short) for _ in range(streams)]
     few = bodies[: min(streams, 2 if short else DISASTER_STREAMS)]
     disasters: dict[str, Outcome] = {}
-    async with _Server(model) as server:
+    async with ServerProcess(model) as process:
+        server = _Server(process)
         tell(f"{streams} streams, undisturbed")
         wanted = await _streams(server, bodies)
         if broken := next((each.failure for each in wanted if each.failure), None):
@@ -126,7 +126,8 @@ async def _run(model: str, streams: int, kills: int, short: bool, seed: int, tel
             tell(f"{len(chosen)} streams, {name}")
             disasters[name] = await _disaster(server, chosen, wanted, disaster, random)
     with tempfile.TemporaryDirectory(prefix="tricorn-drill-") as folder:
-        async with _Server(model, "--kv-disk", folder, "--kv-disk-size", "256M") as server:
+        async with ServerProcess(model, "--kv-disk", folder, "--kv-disk-size", "256M") as process:
+            server = _Server(process)
             tell(f"{len(few)} streams, disk full")
             disasters["disk full"] = await _fill(server, few, wanted)
     return Report(
@@ -135,6 +136,7 @@ async def _run(model: str, streams: int, kills: int, short: bool, seed: int, tel
         mismatched=main.mismatched,
         lost=main.lost,
         longest_pause_s=main.longest_pause_s,
+        failures=main.failures,
         disasters=disasters,
         ok=killed == kills and main.ok and all(outcome.ok for outcome in disasters.values()),
     )
@@ -235,6 +237,7 @@ def _compare(transcripts: list[Transcript], wanted: list[Transcript], deaths: in
         lost=len(transcripts) - len(whole),
         deaths=deaths,
         longest_pause_s=round(max(each.pause for each in transcripts), 3),
+        failures=sorted({each.failure for each in transcripts if each.failure}),
     )
 
 
@@ -245,6 +248,7 @@ def _join(a: Outcome, b: Outcome) -> Outcome:
         lost=a.lost + b.lost,
         deaths=a.deaths + b.deaths,
         longest_pause_s=max(a.longest_pause_s, b.longest_pause_s),
+        failures=sorted({*a.failures, *b.failures}),
     )
 
 
@@ -252,52 +256,15 @@ def _join(a: Outcome, b: Outcome) -> Outcome:
 
 
 class _Server:
-    """A `tricorn serve` of its own on a free port. `tokens` counts what its streams have brought."""
+    """A server under the drill. `tokens` counts what its streams have brought."""
 
-    def __init__(self, model: str, *options: str) -> None:
+    def __init__(self, process: ServerProcess) -> None:
+        self._process = process
         self.tokens = 0
-        self._command = [sys.executable, "-m", "tricorn.cli", "serve", model, "--port", "0", "--log-level", "warning"]
-        self._command += options
         self._killed = 0
-        self.port = 0
-
-    async def __aenter__(self) -> _Server:
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115
-        self._process = await asyncio.create_subprocess_exec(
-            *self._command, stdout=asyncio.subprocess.PIPE, stderr=self._log
-        )
-        assert self._process.stdout is not None
-        line = (await asyncio.wait_for(self._process.stdout.readline(), START_SECONDS)).decode()
-        if not (found := re.search(r":(\d+)/v1", line)):
-            await self._process.wait()
-            raise TricornError(f"the server did not start: {self._said()}")
-        self.port = int(found[1])
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        with suppress(ProcessLookupError):
-            self._process.terminate()
-        try:
-            await asyncio.wait_for(self._process.wait(), 30)
-        except TimeoutError:
-            self._process.kill()
-            await self._process.wait()
-        self._log.close()
-
-    def _said(self) -> str:
-        """What it wrote to standard error, at the end of it."""
-        self._log.seek(0)
-        return " ".join(self._log.read().decode(errors="replace")[-500:].split())
 
     def engine(self) -> int:
-        """The engine process, the server's only child; 0 while there is none."""
-        pid = self._process.pid
-        with suppress(OSError):
-            for thread in Path(f"/proc/{pid}/task").iterdir():
-                for child in (thread / "children").read_text().split():
-                    if "tricorn.engine" in Path(f"/proc/{child}/cmdline").read_text():
-                        return int(child)
-        return 0
+        return self._process.engine()
 
     def signal(self, number: int) -> bool:
         """Tells whether there was an engine to get it that had not been killed."""
@@ -330,18 +297,13 @@ class _Server:
                 return
             await asyncio.sleep(0.1)
         found = await self.metric(name)
-        raise TricornError(f"{name} of the server should be {value:g}, it is {found:g}; its log: {self._said()}")
+        raise TricornError(
+            f"{name} of the server should be {value:g}, it is {found:g}; its log: {self._process.said()}"
+        )
 
     async def metric(self, name: str) -> float:
         """The sum of a metric's series."""
-        _, body = await self._get("/metrics")
-        lines = [line for line in body.decode().splitlines() if line.startswith(name + "{")]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
-
-    async def _get(self, path: str) -> tuple[int, bytes]:
-        body = bytearray()
-        status = await self._exchange(b"GET %b HTTP/1.1\r\n" % path.encode(), b"", body.extend)
-        return status, bytes(body)
+        return (await self._process.client.metrics()).value(name)
 
     async def stream(self, body: dict[str, Any]) -> Transcript:
         """Sends a request and takes in its events."""
@@ -361,35 +323,12 @@ class _Server:
                 self.tokens += _take(transcript, event)
 
         wanted = {**body, "stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
-        try:
-            head = b"POST /v1/completions HTTP/1.1\r\ncontent-type: application/json\r\n"
-            async with asyncio.timeout(STREAM_SECONDS):
-                status = await self._exchange(head, msgspec.json.encode(wanted), read)
-        except (OSError, TimeoutError, httptools.HttpParserError) as error:
-            transcript.failure = f"{type(error).__name__}: {error}"
-        else:
-            if status != 200:
-                transcript.failure = f"status {status}: {bytes(unread).decode(errors='replace')}"
+        answer = await self._process.client.feed("/v1/completions", wanted, read, give_up=STREAM_SECONDS)
+        if answer.error:
+            transcript.failure = answer.error
+        elif answer.status != 200:
+            transcript.failure = f"status {answer.status}: {bytes(unread).decode(errors='replace')}"
         return transcript
-
-    async def _exchange(self, head: bytes, body: bytes, read: Callable[[bytes], None]) -> int:
-        """One request on a connection of its own; gives the status. The answer's body goes to `read`, piece by
-        piece."""
-
-        class Answer:
-            on_body = staticmethod(read)
-
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
-        try:
-            writer.write(head + b"host: drill\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
-            parser = httptools.HttpResponseParser(Answer())
-            while data := await reader.read(1 << 16):
-                parser.feed_data(data)
-            return int(parser.get_status_code())
-        finally:
-            writer.close()
-            with suppress(OSError):
-                await writer.wait_closed()
 
 
 async def _streams(server: _Server, bodies: list[dict[str, Any]]) -> list[Transcript]:

@@ -156,6 +156,19 @@ class Client:
         exchange, error = await self._exchange("POST", path, data, headers, transcript.feed, give_up)
         return transcript.result(exchange, sent, error)
 
+    async def feed(
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        read: Callable[[bytes], None],
+        headers: Headers = NO_HEADERS,
+        give_up: float = TIMEOUT_SECONDS,
+    ) -> Answer:
+        """Posts a request and hands its answer on, piece by piece; the one that it gives has no body."""
+        data = msgspec.json.encode(body)
+        exchange, error = await self._exchange("POST", path, data, headers, lambda _, piece: read(piece), give_up)
+        return Answer(exchange.status, exchange.headers, b"", error)
+
     async def fetch(
         self, method: str, path: str, body: bytes = b"", headers: Headers = NO_HEADERS, give_up: float = TIMEOUT_SECONDS
     ) -> Answer:

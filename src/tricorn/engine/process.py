@@ -9,7 +9,9 @@ dead.
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -66,12 +68,14 @@ class EngineProcess:
         self._outputs = self._bind(zmq.PULL, "outputs")
         self._silent = 0  # counted in polls, so that this process may be stopped, or the machine sleep, for any time
         self._failure: str | None = None
-        self._ready = False
+        self._ready = self._killed = False
         self._unread: list[FromEngine] = []  # what came together with the word that it is ready
         self.heard = time.monotonic()
         """When the last message came."""
         self.present: set[str] | None = None
-        """Once it is buried: the requests in the step that died which had not brought a token; None: not known."""
+        """Once it is buried: the requests that its death may be due to, those in the step that died which had not
+        brought a token; None: not known."""
+        self._memory_kills = _memory_kills()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tricorn.engine", str(self._folder), msgspec.json.encode(options).decode()],
             stdin=subprocess.PIPE,
@@ -131,11 +135,14 @@ class EngineProcess:
 
     def bury(self) -> list[FromEngine]:
         """Ends the process by force if it lives, and frees everything; gives what it had said."""
+        self._killed = self._process.poll() == -signal.SIGKILL
         self._process.kill()
         self._process.wait()
         messages = self._arrived()
         with suppress(OSError, msgspec.DecodeError):
             self.present = set(msgspec.msgpack.decode((self._folder / PRESENT).read_bytes(), type=list[str]))
+        if self._killed and self._memory_kills is not None and self._memory_kills == _memory_kills():
+            self.present = set()  # no request can do that
         with self._sending:
             self._requests.close()
         self._outputs.close()
@@ -174,6 +181,15 @@ class EngineProcess:
         socket.linger = 0
         socket.bind(endpoint(self._folder, name))
         return socket
+
+
+def _memory_kills() -> int | None:
+    """How often the kernel has killed a process here for want of memory; None when it does not tell."""
+    try:
+        found = re.search(r"^oom_kill (\d+)$", Path("/proc/vmstat").read_text(), re.MULTILINE)
+    except OSError:
+        return None
+    return int(found[1]) if found else None
 
 
 def endpoint(folder: Path, name: str) -> str:
