@@ -124,11 +124,11 @@ async def _run(model: str, scale: Scale, seconds: float, seed: int, tell: Progre
     rate = LOAD * capacity / work.mean_output
     tell(f"{capacity:.0f} tok/s at capacity; now {rate:.1f} requests a second, for {seconds:g} s")
     async with ServerProcess(model, *common, "--max-wait", f"{WAIT_SHARE * deadline:g}") as server:
-        guarded = await _storm(server.client, work, rate, seconds, capacity, deadline, naive=False)
+        guarded = await _storm(server.client, work, scale, rate, seconds, capacity, deadline, naive=False)
     tell("the same without admission control")
     nobody_refused = ("--max-waiting", EVERYBODY, "--max-waiting-tokens", EVERYBODY, "--max-wait", "0")
     async with ServerProcess(model, *common, *nobody_refused, "--admission", "none") as server:
-        naive = await _storm(server.client, work, rate, seconds, capacity, deadline, naive=True)
+        naive = await _storm(server.client, work, scale, rate, seconds, capacity, deadline, naive=True)
     return Report(
         **msgspec.structs.asdict(guarded),
         model=model,
@@ -201,9 +201,10 @@ async def _capacity(client: Client, work: Work, scale: Scale) -> tuple[float, fl
 
 
 async def _storm(
-    client: Client, work: Work, rate: float, seconds: float, capacity: float, deadline: float, *, naive: bool
+    client: Client, work: Work, scale: Scale, rate: float, seconds: float, capacity: float, deadline: float, naive: bool
 ) -> Setting:
-    """The same requests at the same moments for every setting; what came within these seconds counts."""
+    """The same requests at the same moments for every setting; what came within these seconds counts, after the time
+    that capacity was given to begin with."""
     timeout = None if naive else deadline
     patience = deadline if naive else TIMEOUT_SECONDS
     moments = poisson(Random(work._seed), rate, seconds)
@@ -219,7 +220,8 @@ async def _storm(
     after = await client.metrics()
     begin = min(result.sent for result in results)
     good = [result for result in results if result.complete and result.seconds <= deadline]
-    goodput = sum(result.tokens(begin, begin + seconds) for result in good) / seconds
+    ramp = min(RAMP * scale.capacity, seconds / 2)
+    goodput = sum(result.tokens(begin + ramp, begin + seconds) for result in good) / (seconds - ramp)
     rejected = [result for result in results if result.status in (429, 503)]
     late = [result for result in results if _late(result, deadline)]
     rejections = [1000 * result.seconds for result in rejected]

@@ -280,9 +280,10 @@ class Frontend:
             raise BadRequest(
                 f"min_tokens ({params.min_tokens}) must not be above max_tokens ({params.max_tokens})", "min_tokens"
             )
-        if params.constraint is not None and (params.ignore_eos or params.min_tokens):
-            name = "ignore_eos" if params.ignore_eos else "min_tokens"
-            raise BadRequest(f"{name} does not go with a constraint, which says itself when an answer may end", name)
+        if params.constraint is not None:
+            for name in ("ignore_eos", "min_tokens", "stop"):
+                if getattr(params, name):
+                    raise BadRequest(f"{name} does not go with a constraint, which says itself where answers end", name)
         room = self.context - len(prompt)
         if room < (params.max_tokens > 0):
             raise BadRequest(

@@ -143,8 +143,8 @@ class _Grammar:
                         return
                 elif kind == "open":
                     due.append(self.open(*fields))
-                elif kind == "advance" and fields[0] in self.slots:
-                    due.append(self.advance(*fields))
+                elif kind == "advance":
+                    due += [self.advance(*step) for step in fields[0] if step[0] in self.slots]
                 elif kind == "close":
                     self.slots.pop(fields[0], None)
             self.fill([slot for slot in due if self.slots.get(slot.row) is slot])
@@ -194,7 +194,9 @@ class _Grammar:
         _allow(0)
 
     def fill(self, due: list[_Slot]) -> None:
-        """Computes the masks of these slots and tells the pool, each as soon as it is there."""
+        """Computes the masks of these slots and tells the pool."""
+        if not due:
+            return
         if len(due) >= PARALLEL:
             if self.executor is None:
                 self.executor = llguidance.LLExecutor(THREADS)
@@ -204,34 +206,35 @@ class _Grammar:
             self.executor.unsafe_compute_mask_ptr(
                 matchers, self.masks.ctypes.data, self.masks.strides[0], len(self.masks)
             )
-            each = (time.perf_counter() - began) / len(due)
-            for slot in due:
-                self.answer(slot, each)
             _allow(0)
+            each = (time.perf_counter() - began) / len(due)
+            self.channel.send(("masks", [self.answer(slot, each) for slot in due]))
             return
+        said = []
         for slot in due:
             _allow(self.config.mask_seconds)
             began = time.perf_counter()
             if not slot.matcher.is_error():
                 slot.matcher.unsafe_compute_mask_ptr(self.masks[slot.row].ctypes.data, self.masks.strides[0])
-            self.answer(slot, time.perf_counter() - began)
+            said.append(self.answer(slot, time.perf_counter() - began))
             _allow(0)
+        self.channel.send(("masks", said))
 
-    def answer(self, slot: _Slot, seconds: float) -> None:
+    def answer(self, slot: _Slot, seconds: float) -> tuple[Any, ...]:
+        """What the pool is told of a slot whose mask is computed; its row is made final."""
         row, matcher = self.masks[slot.row], slot.matcher
         if matcher.is_error():
-            self.channel.send(("mask", slot.row, slot.serial, [], False, False, _line(matcher.get_error()), 0.0))
-            return
+            return slot.row, slot.serial, [], False, False, _line(matcher.get_error()), 0.0
         may_end = matcher.is_accepting()
         np.bitwise_and(row, ~self.never, out=row)
-        ends = np.array(sorted(slot.ends), np.int64)
-        np.bitwise_and.at(row, ends >> 5, ~(np.uint32(1) << (ends & 31).astype(np.uint32)))
+        for end in slot.ends:
+            row[end >> 5] &= ~np.uint32(1 << (end & 31))
         must_end = may_end and not row.any()
         forced = [] if must_end else matcher.compute_ff_tokens()
         if may_end:
             _set_bits(row, slot.ends)
         error = None if may_end or row.any() else "no token of the model continues the text"
-        self.channel.send(("mask", slot.row, slot.serial, forced, may_end, must_end, error, seconds))
+        return slot.row, slot.serial, forced, may_end, must_end, error, seconds
 
 
 def _set_bits(row: U32, ids: Any) -> None:

@@ -142,15 +142,18 @@ class Workers:
 
     def advance(self, accepted: Iterable[tuple[int, Sequence[int]]]) -> None:
         """Tells which ids sequences have accepted and asks for their next masks."""
+        told: dict[int, tuple[_Process, list[tuple[int, int, list[int]]]]] = {}
         for row, tokens in accepted:
             slot = self._slots[row]
             slot.tokens += tokens
             slot.pending = True
             self._ready.pop(row, None)
-            if slot.process is not None:
+            if (process := slot.process) is not None:
                 self._serial += 1
                 slot.serial = self._serial
-                self._send(slot.process, ("advance", row, slot.serial, list(tokens)))
+                told.setdefault(id(process), (process, []))[1].append((row, slot.serial, list(tokens)))
+        for process, steps in told.values():
+            self._send(process, ("advance", steps))
 
     def collect(self, deadline: float | None = None) -> dict[int, Mask]:
         """The masks that have come since the last call. Waits until none is due or until `deadline`
@@ -356,7 +359,8 @@ class Workers:
             if kind == "compiled":
                 self._has_compiled(process, *fields)
             else:
-                self._has_mask(process, *fields)
+                for mask in fields[0]:
+                    self._has_mask(process, *mask)
 
     def _has_compiled(self, process: _Process, milliseconds: float, fault: Any) -> None:
         self._compile_ms.append(milliseconds)

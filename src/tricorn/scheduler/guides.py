@@ -36,6 +36,8 @@ class Guides:
         self.fast_forward = True
         """Otherwise forced ids are sampled too, one by one."""
         self._guided: dict[int, Sequence] = {}
+        self._accepted: list[tuple[int, list[int]]] = []
+        """What the processes are still to be told."""
 
     def __bool__(self) -> bool:
         return bool(self._guided)
@@ -50,6 +52,7 @@ class Guides:
     def close(self, sequence: Sequence) -> None:
         if sequence.guide >= 0:
             del self._guided[sequence.guide]
+            self._accepted = [(guide, ids) for guide, ids in self._accepted if guide != sequence.guide]
             self._workers.close(sequence.guide)
             sequence.guide = -1
 
@@ -57,6 +60,7 @@ class Guides:
         """Takes in the masks that have come, or come within so many seconds; gives the sequences whose constraint
         failed, and why."""
         failed = []
+        self._tell()
         for guide, mask in self._workers.collect(time.monotonic() + seconds).items():
             sequence = self._guided[guide]
             if mask.error is not None:
@@ -70,7 +74,7 @@ class Guides:
         """A sequence has sampled an id, and goes on."""
         if sequence.guide >= 0:
             sequence.mask = None
-            self._workers.advance([(sequence.guide, [token])])
+            self._accepted.append((sequence.guide, [token]))
 
     def masks(self, batch: Batch) -> tuple[I32, U32]:
         """`mask_index` and `mask` of a batch that samples for constrained sequences, as far as their masks have come:
@@ -87,6 +91,7 @@ class Guides:
                 continue
             index[row] = len(lines)
             lines.append(self._line(sequence, sequence.mask, int(batch.step.sampling.position[row])))
+        self._tell()
         mask = np.stack(lines) if lines else np.zeros((0, base.shape[1]), np.uint32)
         return index, mask
 
@@ -100,6 +105,11 @@ class Guides:
             if not any(self._lacks(sequence) and sequence not in gone for sequence in batch.sequences):
                 break
         return failed
+
+    def _tell(self) -> None:
+        if self._accepted:
+            self._workers.advance(self._accepted)
+            self._accepted = []
 
     def _lacks(self, sequence: Sequence) -> bool:
         return sequence.guide >= 0 and sequence.ended is None and sequence.mask is None
@@ -124,5 +134,5 @@ class Guides:
             slots.tokens[slot, position : position + len(forced)] = forced
             slots.length[slot] = position + len(forced)
             sequence.forced, sequence.mask = forced[1:], None
-            self._workers.advance([(sequence.guide, forced)])
+            self._accepted.append((sequence.guide, forced))
         return only
