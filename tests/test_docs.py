@@ -225,8 +225,9 @@ def test_every_metric_is_named() -> None:
 
 
 def test_every_option_of_the_server_has_a_place() -> None:
-    """Whatever the server's options are called on the command line, they exist."""
-    command: Any = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
-    options = {option for parameter in command.params for option in parameter.opts}
+    """Whatever the options of the server and of the drill are called on the command line, they exist."""
+    commands: Any = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    parameters = [*commands["serve"].params, *commands["drill"].params]
+    options = {option for parameter in parameters for option in parameter.opts}
     for option in re.findall(r"--[a-z][a-z-]+", OPERATIONS):
-        assert option in options | {"--help", "--json", "--short"}, option
+        assert option in options | {"--help"}, option
