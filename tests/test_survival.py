@@ -46,7 +46,7 @@ class Faulty(FakeExecutor):
         time.sleep(0.005)
         seeds = set(step.sampling.seed.tolist())
         if {POISON} in seeds:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGSEGV)
         if {HANG} in seeds:
             time.sleep(1000)
         if {MEMORY} in seeds and once():

@@ -315,7 +315,7 @@ class Scheduler:
     def _prefills(self, partial: list[Sequence], decodes: list[Sequence]) -> list[tuple[Sequence, int]]:
         """Shares what the decoding sequences leave of the step among prefills under way and sequences that wait."""
         candidates = sorted(partial + self._admissible(), key=arrival)
-        candidates = self._policy.order(candidates, self._clock())
+        candidates = self._policy.order(candidates, self._clock()) if candidates else []
         if not candidates:
             return []
         room = self._room(decodes)
