@@ -14,6 +14,8 @@ FinishReason = Literal["stop", "length", "timeout", "abort", "error"]
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED = 4096
+MAX_BAD_WORDS = 256
 
 
 class TricornError(Exception):
@@ -23,8 +25,18 @@ class TricornError(Exception):
 ConstraintKind = Literal["json_schema", "json_object", "regex", "choice", "lark", "gbnf", "structural_tag"]
 
 
+class Thought(msgspec.Struct, frozen=True):
+    """What a model may say to itself before its answer, between two markers: texts, or ids of tokens that no text
+    spells. When the prompt has not opened it, it may be left out.
+    """
+
+    begin: str | int
+    end: str | int
+    open: bool
+
+
 class Constraint(msgspec.Struct, frozen=True):
-    """A language that an answer has to be a sentence of.
+    """A language that an answer has to be a sentence of, but for the thought that may come first.
 
     `source` is JSON for "json_schema" (the schema), "choice" (a list of strings) and "structural_tag" (the object that
     clients send), empty for "json_object", and text for "regex" (matched as a whole), "lark" and "gbnf".
@@ -32,6 +44,7 @@ class Constraint(msgspec.Struct, frozen=True):
 
     kind: ConstraintKind
     source: str = ""
+    thought: Thought | None = None
 
     @classmethod
     def schema(cls, schema: Any) -> Constraint:
@@ -50,7 +63,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     they describe the raw distribution of the model, before bias, penalties and temperature.
     `stop` strings belong to the frontend; the engine sees `stop_token_ids` only. `ignore_eos` disables the
     model's own end-of-sequence ids, never `stop_token_ids`. `prompt_logprobs` is the same for the tokens of the prompt,
-    from place `prompt_logprobs_start` on; what comes well before may be reused.
+    from place `prompt_logprobs_start` on; what comes well before may be reused. `allowed_token_ids` are the only ones
+    that may be sampled, unless there are none; what spells one of `bad_words`, with a space before it or without, is
+    never completed. It is the frontend that spells them, and that shows markers without `skip_special_tokens`.
     """
 
     max_tokens: int = 16
@@ -63,11 +78,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[str, ...] = ()
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 0
@@ -104,7 +122,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="add", omit_default
 
     `id` is unique inside the engine. `seed` is always a concrete unsigned 64-bit number here: the frontend draws one
     when the client gave none. `resume` holds the ids that an earlier engine sampled for this request: this one goes on
-    after them, bit for bit.
+    after them, bit for bit. `banned` holds the ids of each of the `bad_words`.
     """
 
     id: str
@@ -113,6 +131,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True, tag="add", omit_default
     seed: int
     service: Service = Service()
     resume: list[int] = []
+    banned: list[list[int]] = []
 
 
 class Abort(msgspec.Struct, frozen=True, tag="abort"):

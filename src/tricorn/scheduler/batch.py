@@ -71,7 +71,7 @@ def build(
     sampled = sampling.target < 0
     new = np.flatnonzero(sampled).astype(np.int32)
     line = slot[row_sequence[new]]
-    sampling.masks_follow = bool(slots.guided[line].any())
+    sampling.masks_follow = bool(slots.masked[line].any())
     slots.tokens[line, slots.length[line]] = -1 - new
     slots.length[line] += 1
     slots.computed[slot] = end

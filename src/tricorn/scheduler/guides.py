@@ -1,8 +1,8 @@
-"""Constrained sequences: which ids may come next, and which have to.
+"""Which ids may come next, and which have to: what constraints say, and bans (see bans.py).
 
-Masks are computed by grammar processes (tricorn.grammar) while the step that needs them runs, and follow it. A mask
-that is not there in time holds nobody up: its row is void, and the sequence sits out until it has come. Ids that the
-grammar forces are not sampled: they are known at once and are computed together, as a prompt is.
+Masks of constraints are computed by grammar processes (tricorn.grammar) while the step that needs them runs, and follow
+it. A mask that is not there in time holds nobody up: its row is void, and the sequence sits out until it has come. Ids
+that the grammar forces are not sampled: they are known at once and are computed together, as a prompt is.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tricorn.grammar.workers import Mask, Workers
+from tricorn.request import TricornError
 from tricorn.scheduler.batch import Batch
 from tricorn.scheduler.sequence import Sequence, Slots
 
@@ -28,10 +29,10 @@ POLL_SECONDS = 5e-4
 
 
 class Guides:
-    """The guides of all constrained sequences."""
+    """The guides of all constrained sequences, of which there are none without `workers`. True when there are any."""
 
-    def __init__(self, workers: Workers, slots: Slots) -> None:
-        self._workers = workers
+    def __init__(self, workers: Workers | None, slots: Slots) -> None:
+        self._given = workers
         self._slots = slots
         self.fast_forward = True
         """Otherwise forced ids are sampled too, one by one."""
@@ -41,6 +42,12 @@ class Guides:
 
     def __bool__(self) -> bool:
         return bool(self._guided)
+
+    @property
+    def _workers(self) -> Workers:
+        if self._given is None:
+            raise TricornError("this engine takes no constraints")
+        return self._given
 
     def open(self, sequence: Sequence) -> None:
         """Begins to compile a sequence's constraint. Raises TricornError when there are too many."""
@@ -78,19 +85,19 @@ class Guides:
 
     def masks(self, batch: Batch) -> tuple[I32, U32]:
         """`mask_index` and `mask` of a batch that samples for constrained sequences, as far as their masks have come:
-        the other rows become void."""
+        the other rows become void. Everything before it is committed, so that bans see all that was said."""
         base = self._slots.mask
         lines = list(base)
         index = np.full(len(batch.row_sequence), len(base) - 1, np.int32)
         for row in np.flatnonzero(batch.sampled).tolist():
             sequence = batch.sequences[batch.row_sequence[row]]
-            if sequence.guide < 0 or sequence.ended is not None:
+            if sequence.ended is not None or (sequence.guide < 0 and sequence.bans is None):
                 continue
-            if sequence.mask is None:
+            if self._lacks(sequence):
                 self._void(batch, sequence, row)
                 continue
             index[row] = len(lines)
-            lines.append(self._line(sequence, sequence.mask, int(batch.step.sampling.position[row])))
+            lines.append(self._line(sequence, int(batch.step.sampling.position[row])))
         self._tell()
         mask = np.stack(lines) if lines else np.zeros((0, base.shape[1]), np.uint32)
         return index, mask
@@ -122,13 +129,23 @@ class Guides:
         slots.computed[slot] -= 1
         sequence.sits_out = True
 
-    def _line(self, sequence: Sequence, mask: Mask, position: int) -> U32:
-        """The mask of a row whose id takes `position`. Ids that are forced after it are known from here on."""
+    def _line(self, sequence: Sequence, position: int) -> U32:
+        """The mask of a row whose id takes `position`."""
+        row = None if sequence.mask is None else self._guided_line(sequence, sequence.mask, position)
+        if sequence.bans is None:
+            assert row is not None
+            return row
+        slots, slot = self._slots, sequence.slot
+        return sequence.bans.line(slots.tokens[slot, slots.prompt[slot] : position], row)
+
+    def _guided_line(self, sequence: Sequence, mask: Mask, position: int) -> U32:
+        """What the constraint alone allows. Ids that are forced after it are known from here on."""
         if not mask.forced:
             return mask.row
         only = np.zeros_like(mask.row)
         only[mask.forced[0] // 32] = np.uint32(1) << np.uint32(mask.forced[0] % 32)
-        if self.fast_forward and sequence.logprobs is None and len(mask.forced) > 1:
+        free = self.fast_forward and sequence.logprobs is None and sequence.bans is None
+        if free and len(mask.forced) > 1:
             slots, slot = self._slots, sequence.slot
             forced = mask.forced[: int(slots.total[slot]) - position]
             slots.tokens[slot, position : position + len(forced)] = forced

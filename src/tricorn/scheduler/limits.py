@@ -6,11 +6,22 @@ import math
 
 import msgspec
 
-from tricorn.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, Request, SamplingParams, Service, TricornError
+from tricorn.request import (
+    MAX_ALLOWED,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    Request,
+    SamplingParams,
+    Service,
+    TricornError,
+)
 
 MAX_NAME = 256
 MAX_PRIORITY = 100
 MAX_PIN_SECONDS = 86_400
+SPELLINGS = 3
+"""Sequences of ids for one bad word, at most."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -56,6 +67,33 @@ def check_request(request: Request, limits: Limits) -> None:
     if not 0 <= request.seed < 2**64:
         raise TricornError(f"seed {request.seed} is not an unsigned 64-bit number")
     _check_numbers(params)
+    if params.allowed_token_ids or request.banned:
+        _check_bans(request, limits)
+
+
+def _check_bans(request: Request, limits: Limits) -> None:
+    """Raises TricornError when, whatever has been said, nothing may follow, or a constrained answer could not end."""
+    params = request.params
+    if len(params.allowed_token_ids) > MAX_ALLOWED:
+        raise TricornError(f"allowed_token_ids has {len(params.allowed_token_ids)} ids, at most {MAX_ALLOWED} may be")
+    if len(request.banned) > SPELLINGS * MAX_BAD_WORDS or not all(request.banned):
+        raise TricornError(f"bad_words must be at most {MAX_BAD_WORDS} words with at least one token each")
+    _check_ids("allowed_token_ids", params.allowed_token_ids, limits.vocab)
+    for word in request.banned:
+        _check_ids("bad_words", word, limits.vocab)
+    stops = {*params.stop_token_ids, *(() if params.ignore_eos else limits.eos_ids)}
+    never = {word[0] for word in request.banned if len(word) == 1} | set(limits.undecodable)
+    if params.allowed_token_ids:
+        never |= stops.difference(params.allowed_token_ids)
+    if params.constraint is not None and stops and stops <= never:
+        raise TricornError(
+            "allowed_token_ids and bad_words must leave a token that ends the answer, for a constrained one ends by it:"
+            " allow one of " + ", ".join(map(str, sorted(stops)[:8]))
+        )
+    if params.min_tokens:
+        never |= stops
+    if all(id in never for id in params.allowed_token_ids or range(limits.vocab)):
+        raise TricornError("allowed_token_ids, bad_words and min_tokens leave no token to say: allow more")
 
 
 def _check_service(service: Service) -> None:

@@ -100,7 +100,7 @@ class Scheduler:
         self._loading = loading
         self._clock = clock
         self._slots = Slots(limits)
-        self._guides = None if workers is None else Guides(workers, self._slots)
+        self._guides = Guides(workers, self._slots)
         self._sequences: dict[str, Sequence] = {}
         self._leaving: list[Sequence] = []
         self._flying: deque[Batch] = deque()
@@ -135,10 +135,7 @@ class Scheduler:
         if request.id in self._sequences:
             raise TricornError(f"the request id {request.id} is in use; ids must be unique")
         sequence = Sequence(request, self._arrivals, self._clock(), self.limits)
-        if request.params.constraint is not None:
-            if self._guides is None:
-                raise TricornError("this engine takes no constraints")
-            self._guides.open(sequence)
+        self._guides.open(sequence)
         self._arrivals += 1
         self._sequences[sequence.id] = sequence
         self.waiting.append(sequence)
@@ -174,14 +171,12 @@ class Scheduler:
 
     def fast_forward(self, on: bool) -> None:
         """Whether ids that a grammar forces are computed together, as they are at first, or sampled one by one."""
-        assert self._guides is not None
         self._guides.fast_forward = on
 
     def masks(self, batch: Batch) -> tuple[list[Output], I32, NDArray[np.uint32]]:
         """`mask_index` and `mask` of a batch whose masks follow, once everything before it is committed; and the ends
         of the requests whose constraint failed."""
-        assert self._guides is not None
-        outputs = self._refuse(self._guides.wait(batch))
+        outputs = self._refuse(self._guides.wait(batch)) if self._guides else []
         index, mask = self._guides.masks(batch)
         return outputs, index, mask
 
@@ -505,9 +500,8 @@ class Scheduler:
     def _advance(self, sequence: Sequence, token: int, result: StepResult, row: int) -> Output:
         """One sampled token for one sequence, and those that a grammar forces after it."""
         if token < 0:
-            return self._end(
-                sequence, "error", "no token can be sampled: everything is banned or the logits are not numbers"
-            )
+            message = "no token can be sampled: everything is banned or the logits are not numbers"
+            return self._end(sequence, "error", message, refused=sequence.bans is not None)
         first = not sequence.first_token
         if first:
             sequence.first_token = self._clock()

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from tricorn.grammar.workers import Mask
 from tricorn.request import FinishReason, Request, Timings, TokenLogprobs
 from tricorn.runtime.step import PAGE
+from tricorn.scheduler.bans import bans
 from tricorn.scheduler.limits import Limits
 
 I32 = NDArray[np.int32]
@@ -23,6 +24,7 @@ class Sequence:
         "arrival",
         "arrived",
         "ban",
+        "bans",
         "bias",
         "cached_tokens",
         "ended",
@@ -104,6 +106,7 @@ class Sequence:
         """Ids that the grammar forces behind the one that the step in flight samples; [] for that one alone."""
         self.sits_out = False
         """Its mask was late: it waits for it."""
+        self.bans = bans(request, limits)
         ids = list(params.logit_bias)
         values = [max(value, -1e30) for value in params.logit_bias.values()]
         self.bias = _bias(ids, values)
@@ -157,7 +160,7 @@ class Slots:
         self.top_k, self.logprobs, self.prompt_logprobs, self.min_tokens = np.zeros((4, count), np.int32)
         self.score_start = np.zeros(count, np.int32)
         self.seed = np.zeros(count, np.uint64)
-        self.penalized, self.biased, self.scoring, self.guided = np.zeros((4, count), np.bool_)
+        self.penalized, self.biased, self.scoring, self.guided, self.masked = np.zeros((5, count), np.bool_)
         self.mask = _decodable(limits)
 
     def enter(self, sequence: Sequence, pages: I32, computed: int, shared: int) -> None:
@@ -187,6 +190,7 @@ class Slots:
         self.biased[slot] = bool(params.logit_bias)
         self.scoring[slot] = sequence.scoring
         self.guided[slot] = sequence.guide >= 0
+        self.masked[slot] = sequence.guide >= 0 or sequence.bans is not None
         self.score_start[slot] = sequence.score_start
 
     def leave(self, sequence: Sequence) -> None:
