@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
 from bisect import bisect_left
 from collections.abc import AsyncGenerator, Collection, Sequence
 from contextlib import aclosing
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
@@ -28,6 +30,7 @@ from tricorn.frontend.template import ChatTemplate, Message, check_text, normali
 from tricorn.frontend.tokenizer import Detokenizer, Tokenizer
 from tricorn.frontend.workers import Job, Threads, Workers
 from tricorn.request import (
+    MAX_BAD_WORDS,
     FinishReason,
     Output,
     Request,
@@ -55,8 +58,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     `offsets` are the characters of the choice's text before each token of `token_ids`. The fields from
     `finish_reason` on tell how it stands: `stop_reason` is the stop string or stop token id that ended it (None for
-    the model's own end). `prompt_logprobs` comes with the first delta only, `timings` with the last; its decode is
-    0 when it was not the engine that ended the choice.
+    the model's own end). `prompt_logprobs` comes with the first delta only, `timings` with the last.
     """
 
     index: int
@@ -132,7 +134,7 @@ class Assembler:
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams, index: int = 0) -> None:
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, skip_special=params.skip_special_tokens)
         self._stops = StopMatcher(params.stop) if params.stop else None
         self._params = params
         self._index = index
@@ -239,6 +241,7 @@ class Frontend:
         self.context = client.info.context
         self.vocab = client.info.vocab
         self._workers = workers or Threads(tokenizer, template)
+        self._spell = lru_cache(1024)(tokenizer.spellings)
 
     # --- prompts
 
@@ -274,6 +277,7 @@ class Frontend:
         self._check_ids(prompt, "prompt")
         self._check_ids(params.stop_token_ids, "stop_token_ids")
         self._check_ids(params.logit_bias, "logit_bias")
+        self._check_ids(params.allowed_token_ids, "allowed_token_ids")
         if isinstance(params.stop, str) or not all(params.stop):
             raise BadRequest("stop must be a tuple of strings, none of them empty", "stop")
         if params.min_tokens > params.max_tokens:
@@ -295,10 +299,20 @@ class Frontend:
             params, max_tokens=min(params.max_tokens, room), min_tokens=min(params.min_tokens, room)
         )
         try:
-            check_request(Request(id="", prompt=prompt, params=checked, seed=0), self.client.info.limits)
+            banned = self._banned(params.bad_words)
+            check_request(Request(id="", prompt=prompt, params=checked, seed=0, banned=banned), self.client.info.limits)
         except TricornError as error:
             raise BadRequest(str(error)) from None
         return checked
+
+    def _banned(self, words: tuple[str, ...]) -> list[list[int]]:
+        """The ids that spell these words. Raises BadRequest."""
+        if isinstance(words, str) or len(words) > MAX_BAD_WORDS:
+            raise BadRequest(f"bad_words must be a tuple of at most {MAX_BAD_WORDS} strings", "bad_words")
+        found = [self._spell(word) for word in words]
+        if not all(found):
+            raise BadRequest(f"bad_words[{found.index([])}] is no text that this model could write", "bad_words")
+        return [ids for spellings in found for ids in spellings]
 
     def _check_ids(self, ids: Collection[int], name: str) -> None:
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab:
@@ -330,12 +344,21 @@ class Frontend:
         if params.max_tokens == 0 and params.prompt_logprobs is None:
             yield assembler.push(Output(id="", token_ids=[], finish_reason="length"))  # type: ignore[misc]
             return
-        request = Request(id=secrets.token_hex(12), prompt=prompt, params=params, seed=seed, service=service)
+        request = Request(
+            id=secrets.token_hex(12),
+            prompt=prompt,
+            params=params,
+            seed=seed,
+            service=service,
+            banned=self._banned(params.bad_words),
+        )
+        began = 0.0
         async with aclosing(self._submit(request)) as outputs:  # leaving before the last output aborts the request
             async for output in outputs:
+                began = began or (time.monotonic() if output.token_ids else 0.0)
                 delta = assembler.push(output)
                 if delta is not None:
-                    yield delta
+                    yield _timed(delta, began)
                     if delta.finish_reason is not None:
                         return
 
@@ -347,6 +370,15 @@ class Frontend:
 
     def close(self) -> None:
         self._workers.close()
+
+
+def _timed(delta: Delta, began: float) -> Delta:
+    """With the decode phase as seen from here, where the engine did not see its end."""
+    if delta.timings is None or delta.timings.decode or not began:
+        return delta
+    return msgspec.structs.replace(
+        delta, timings=msgspec.structs.replace(delta.timings, decode=time.monotonic() - began)
+    )
 
 
 def derive_seed(seed: int, choice: int) -> int:

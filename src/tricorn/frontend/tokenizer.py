@@ -69,6 +69,12 @@ class Tokenizer:
             return [self.bos_id, *ids]
         return ids
 
+    def spellings(self, word: str) -> list[list[int]]:
+        """The ids of a word as it is, without a space before it, and with one; none for a word without tokens."""
+        bare = word.lstrip(" ")
+        texts = (word, bare, f" {bare}") if bare else (word,)
+        return [list(ids) for ids in dict.fromkeys(tuple(self.encode(text)) for text in texts) if ids]
+
     def shield(self, text: str) -> str:
         """`text` with each marker in it replaced by a stand-in that `encode_shielded` turns back into plain text."""
         return self._marker.sub(lambda match: self._shield + self._letter(match[0]), text)

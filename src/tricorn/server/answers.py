@@ -56,6 +56,56 @@ def usage(prompts: Sequence[Prompt], completion_tokens: int, cached_tokens: int)
     }
 
 
+def timings(prompts: Sequence[Prompt], last: Sequence[Delta], cached_tokens: int) -> Fields:
+    """Where the time went, by the last delta of every choice: `queue_ms`, and the rest as llama.cpp names it. Choices
+    run side by side, so the time of a phase is that of the slowest. The first token of a choice belongs to `prompt_ms`,
+    so it does not count in `predicted_per_second`.
+    """
+    known = [delta.timings for delta in last if delta.timings is not None]
+    queue, prefill, decode = (
+        max((getattr(each, name) for each in known), default=0.0) for name in ("queued", "prefill", "decode")
+    )
+    prompt_n = sum(len(prompt.ids) for prompt in prompts) - cached_tokens
+    predicted_n = sum(delta.completion_tokens for delta in last)
+    later_n = sum(max(0, delta.completion_tokens - 1) for delta in last)
+    return {
+        "queue_ms": round(1000 * queue, 3),
+        "cache_n": cached_tokens,
+        "prompt_n": prompt_n,
+        "prompt_ms": round(1000 * prefill, 3),
+        "prompt_per_second": round(prompt_n / prefill, 3) if prefill else 0.0,
+        "predicted_n": predicted_n,
+        "predicted_ms": round(1000 * decode, 3),
+        "predicted_per_second": round(later_n / decode, 3) if decode else 0.0,
+    }
+
+
+class Numbers:
+    """Stands in for a tokenizer where tokens are to be shown by their ids."""
+
+    def token_text(self, id: int) -> str:
+        return f"token_id:{id}"
+
+    def token_bytes(self, id: int) -> bytes:
+        return self.token_text(id).encode()
+
+
+def prompt_logprobs(tokenizer: Tokenizer | Numbers, prompt: Prompt, entries: Sequence[TokenLogprobs | None]) -> Any:
+    """As vLLM writes them: for each token of the prompt null, or by id the token itself and the best alternatives."""
+    return [
+        None if entry is None else _ranked(tokenizer, id, entry) for id, entry in zip(prompt.ids, entries, strict=True)
+    ]
+
+
+def _ranked(tokenizer: Tokenizer | Numbers, own: int, entry: TokenLogprobs) -> Fields:
+    ranked = [(own, entry.logprob, entry.rank)]
+    ranked += zip(entry.top_ids, entry.top_logprobs, range(1, len(entry.top_ids) + 1), strict=True)
+    return {
+        str(id): {"logprob": _finite(logprob), "rank": rank, "decoded_token": tokenizer.token_text(id)}
+        for id, logprob, rank in ranked
+    }
+
+
 def _finite(value: float) -> float:
     return value if value > FLOOR else FLOOR
 
@@ -63,7 +113,7 @@ def _finite(value: float) -> float:
 # --- chat
 
 
-def chat_logprobs(tokenizer: Tokenizer, delta: Delta) -> Fields | None:
+def chat_logprobs(tokenizer: Tokenizer | Numbers, delta: Delta) -> Fields | None:
     if delta.logprobs is None:
         return None
     return {
@@ -81,7 +131,7 @@ def chat_logprobs(tokenizer: Tokenizer, delta: Delta) -> Fields | None:
     }
 
 
-def _chat_token(tokenizer: Tokenizer, id: int, logprob: float) -> Fields:
+def _chat_token(tokenizer: Tokenizer | Numbers, id: int, logprob: float) -> Fields:
     data = tokenizer.token_bytes(id)
     return {"token": data.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(data)}
 
@@ -89,7 +139,7 @@ def _chat_token(tokenizer: Tokenizer, id: int, logprob: float) -> Fields:
 # --- plain completions
 
 
-def completion_logprobs(tokenizer: Tokenizer, delta: Delta, prompt: Prompt, *, echo: bool) -> Fields | None:
+def completion_logprobs(tokenizer: Tokenizer | Numbers, delta: Delta, prompt: Prompt, *, echo: bool) -> Fields | None:
     """The entries of this delta's tokens, offsets counted from the start of the whole text; with `echo` of the prompt's
     as well.
     """
@@ -108,7 +158,7 @@ def completion_logprobs(tokenizer: Tokenizer, delta: Delta, prompt: Prompt, *, e
     }
 
 
-def _top(tokenizer: Tokenizer, id: int, entry: TokenLogprobs | None) -> dict[str, float] | None:
+def _top(tokenizer: Tokenizer | Numbers, id: int, entry: TokenLogprobs | None) -> dict[str, float] | None:
     """The best alternatives by text, the token itself always among them."""
     if entry is None:
         return None

@@ -136,6 +136,7 @@ async def _http_exception(request: HttpRequest, error: Exception) -> Response:
 class Job:
     """One validated request on its way through the engine. `chat` tells which of the two shapes its answer takes."""
 
+    body: schema.Sampling
     prompts: list[Prompt]
     params: SamplingParams
     head: Fields
@@ -241,7 +242,9 @@ class Api:
         service: Service,
     ) -> None:
         messages, begun = chat.conversation
-        ids = await self._frontend.encode_chat(messages, chat.chat_template_kwargs, continuation=begun)
+        variables = schema.variables(chat, self._frontend.template)
+        ids = await self._frontend.encode_chat(messages, variables, continuation=begun)
+        ids = schema.truncated(ids, body, params.max_tokens, self._frontend.context)
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         head = answers.header(kind, "chatcmpl", self._name)
         await self._run(exchange, ticket, body, [Prompt(ids)], params, head, service, chat=True, echo=False)
@@ -271,6 +274,7 @@ class Api:
         prompts = []
         for prompt in given:
             ids = await self._frontend.encode(prompt, parse_special=parse) if isinstance(prompt, str) else prompt
+            ids = schema.truncated(ids, body, params.max_tokens, self._frontend.context)
             self._frontend.check(ids, params)
             prompts.append(answers.echoed(self._frontend.tokenizer, ids) if echo else Prompt(ids))
             await asyncio.sleep(0)  # many prompts must not hold up the others
@@ -293,7 +297,7 @@ class Api:
         usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         ids = [prompt.ids for prompt in prompts]
         async with self.work.run(exchange, ticket, ids, params, service, head["id"]) as deltas:
-            job = Job(prompts, params, head, chat, echo, bool(body.return_token_ids), usage, deltas)
+            job = Job(body, prompts, params, head, chat, echo, bool(body.return_token_ids), usage, deltas)
             await (self._stream(exchange, job) if body.stream else self._whole(exchange, job))
 
     def _service(self, exchange: Exchange, body: schema.Sampling) -> Service:
@@ -314,12 +318,14 @@ class Api:
         if all(unserved(delta) for delta in deltas):
             raise too_late()
         choices = [self._choice(job, delta, streamed=False, first=True) for delta in deltas]
-        await exchange.answer_json({**job.head, "choices": choices, "usage": self._usage(job, deltas)})
+        totals = {"usage": self._usage(job, deltas), "timings": self._timings(job, deltas)}
+        await exchange.answer_json({**job.head, "choices": choices, **totals})
 
     async def _stream(self, exchange: Exchange, job: Job) -> None:
         last: list[Delta | None] = [None] * job.choices
         cached = [0] * job.choices
         unsent: list[Fields] = []
+        continuous = schema.reports_continuously(job.body)
         async for delta in job.deltas:
             first = last[delta.index] is None
             last[delta.index] = delta
@@ -329,6 +335,11 @@ class Api:
                 opening = {"index": delta.index, "delta": {"role": "assistant", "content": ""}}
                 unsent.append({**job.head, "choices": [{**opening, "logprobs": None, "finish_reason": None}]})
             unsent.append({**job.head, "choices": [choice]})
+            so_far = [known for known in last if known is not None] if continuous or delta.finish_reason else []
+            if continuous:
+                unsent[-1]["usage"] = self._usage(job, so_far, cached)
+            if not job.usage and sum(known.finish_reason is not None for known in so_far) == job.choices:
+                unsent[-1]["timings"] = self._timings(job, so_far, cached)
             if not unserved(delta):  # as long as there is nothing to show, a status can still say so
                 await exchange.events(*unsent)
                 unsent.clear()
@@ -336,14 +347,15 @@ class Api:
         if all(map(unserved, ended)):
             raise too_late()
         if job.usage:
-            unsent.append({**job.head, "choices": [], "usage": self._usage(job, ended, cached)})
+            totals = {"usage": self._usage(job, ended, cached), "timings": self._timings(job, ended, cached)}
+            unsent.append({**job.head, "choices": [], **totals})
         await exchange.events(*unsent)
         await exchange.end_events()
 
     def _choice(self, job: Job, delta: Delta, *, streamed: bool, first: bool) -> Fields:
         """One choice of an answer, or what a delta adds to it."""
         prompt = job.prompts[delta.index // job.params.n]
-        tokenizer = self._frontend.tokenizer
+        tokenizer = answers.Numbers() if job.body.return_tokens_as_token_ids else self._frontend.tokenizer
         choice: Fields = {"index": delta.index}
         if job.chat and streamed:
             choice["delta"] = {"content": delta.text} if delta.text else {}
@@ -358,6 +370,8 @@ class Api:
         choice["finish_reason"] = delta.finish_reason
         if delta.finish_reason is not None:
             choice["stop_reason"] = delta.stop_reason
+        if job.body.prompt_logprobs is not None and delta.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = answers.prompt_logprobs(tokenizer, prompt, delta.prompt_logprobs)
         if job.ids:
             choice["token_ids"] = delta.token_ids
             if first:
@@ -365,9 +379,16 @@ class Api:
         return choice
 
     def _usage(self, job: Job, last: list[Delta], cached: list[int] | None = None) -> Fields:
-        """Counts every sampled token of every choice; `cached_tokens` are those of each prompt's first choice."""
+        """Counts every sampled token of every choice."""
+        return answers.usage(job.prompts, sum(d.completion_tokens for d in last), self._cached(job, last, cached))
+
+    def _timings(self, job: Job, last: list[Delta], cached: list[int] | None = None) -> Fields:
+        return answers.timings(job.prompts, last, self._cached(job, last, cached))
+
+    def _cached(self, job: Job, last: list[Delta], cached: list[int] | None) -> int:
+        """The cached tokens of each prompt's first choice."""
         known = [delta.cached_tokens for delta in last] if cached is None else cached
-        return answers.usage(job.prompts, sum(d.completion_tokens for d in last), sum(known[:: job.params.n]))
+        return sum(known[:: job.params.n])
 
     # --- the rest
 

@@ -10,7 +10,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import get_args
 
-import msgspec
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -266,11 +265,7 @@ class Watch:
         if delta.finish_reason is not None:
             self._reasons[index] = delta.finish_reason
             if delta.timings is not None:
-                self._timings.append(self._whole(delta.timings, index))
-
-    def _whole(self, timings: Timings, index: int) -> Timings:
-        """With the decode phase as seen from here, where the engine did not see its end."""
-        return msgspec.structs.replace(timings, decode=timings.decode or self._last[index] - self._first[index])
+                self._timings.append(delta.timings)
 
     def _begin(self, index: int, now: float) -> None:
         """The first token of a choice."""

@@ -18,8 +18,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from tricorn.frontend.template import RESERVED
-from tricorn.request import MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
+from tricorn.frontend.template import RESERVED, ChatTemplate
+from tricorn.request import MAX_ALLOWED, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from tricorn.scheduler.limits import MAX_PIN_SECONDS, MAX_PRIORITY
 from tricorn.server import constraints
 from tricorn.server.bodies import Refusals, check_form, decode
@@ -31,17 +31,22 @@ MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
+MAX_BAD_WORD_CHARACTERS = 64
+MAX_DOCUMENTS = 256
 MAX_TOKENS = 2**31 - 1
 
 Id = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
+Simple = str | int | float | bool | None
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Alternatives = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """How a stream reports; `include_usage` adds one chunk with the usage before the end."""
+    """How a stream reports; `include_usage` adds one chunk with the usage before the end, and with it
+    `continuous_usage_stats` the usage so far to every chunk."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -66,12 +71,19 @@ class Sampling(msgspec.Struct, frozen=True):
     logit_bias: (
         Annotated[dict[str, Annotated[float, Meta(ge=-100.0, le=100.0)]], Meta(max_length=MAX_LOGIT_BIAS)] | None
     ) = None
+    allowed_token_ids: Annotated[list[Id], Meta(min_length=1, max_length=MAX_ALLOWED)] | None = None
+    bad_words: Annotated[list[BadWord], Meta(max_length=MAX_BAD_WORDS)] | None = None
     seed: int | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=MAX_STOPS)] | None = None
     stop_token_ids: Annotated[list[Id], Meta(max_length=MAX_LOGIT_BIAS)] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: Alternatives | None = None
+    prompt_logprobs_start: Count | None = None
+    truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
     timeout: Annotated[float, Meta(gt=0.0, le=MAX_TIMEOUT)] | None = None
     priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
@@ -86,7 +98,8 @@ class Chat(msgspec.Struct, frozen=True):
     logprobs: bool | None = None
     top_logprobs: Alternatives | None = None
     max_completion_tokens: Count | None = None
-    chat_template_kwargs: Annotated[dict[str, str | int | float | bool | None], Meta(max_length=32)] | None = None
+    chat_template_kwargs: Annotated[dict[str, Simple], Meta(max_length=32)] | None = None
+    documents: Annotated[list[dict[str, Simple]], Meta(max_length=MAX_DOCUMENTS)] | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
 
@@ -104,31 +117,26 @@ class Completion(msgspec.Struct, frozen=True):
     prompt: str | list[str | int | list[int]]
     logprobs: Alternatives | None = None
     echo: bool | None = None
-    prompt_logprobs_start: Count | None = None
     parse_special: bool | None = None
 
 
 # fmt: off
 _NEVER = (
-    "allowed_token_ids", "chat_template", "documents", "functions", "guided_whitespace_pattern", "kv_transfer_params",
-    "logit_processors", "logits_processors", "lora_path", "mirostat", "prediction", "prompt_embeds", "prompt_logprobs",
-    "repetition_detection", "samplers", "stop_regex", "suffix", "thinking_token_budget", "top_a",
-    "truncate_prompt_tokens", "xtc_probability",
+    "chat_template", "functions", "guided_whitespace_pattern", "kv_transfer_params", "logit_processors",
+    "logits_processors", "lora_path", "mirostat", "prediction", "prompt_embeds", "repetition_detection", "samplers",
+    "stop_regex", "suffix", "thinking_token_budget", "top_a", "xtc_probability",
 )
 # fmt: on
 
 REFUSED: Refusals = {
     **dict.fromkeys(_NEVER, ()),
     "audio": (),
-    "bad_words": ([],),
     "best_of": (1,),
     "dry_multiplier": (0,),
     "function_call": ("none", "auto"),
     "length_penalty": (1,),
     "modalities": (["text"],),
     "no_stop_trim": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -184,9 +192,11 @@ def read_completion(body: bytes) -> tuple[Sampling, Completion, SamplingParams]:
     max_tokens = 16 if sampling.max_tokens is None else sampling.max_tokens
     params = _params(sampling, max_tokens, completion.logprobs)
     params = msgspec.structs.replace(params, constraint=constraints.read(body))
-    if completion.echo:
-        start = completion.prompt_logprobs_start or 0
-        params = msgspec.structs.replace(params, prompt_logprobs=completion.logprobs, prompt_logprobs_start=start)
+    if completion.echo and completion.logprobs is not None:
+        if sampling.prompt_logprobs not in (None, completion.logprobs):
+            message = "prompt_logprobs and logprobs must agree with echo, which reports both"
+            raise HttpError(400, message, "prompt_logprobs", "invalid_value")
+        params = msgspec.structs.replace(params, prompt_logprobs=completion.logprobs)
     return sampling, completion, params
 
 
@@ -206,12 +216,41 @@ def prompts(completion: Completion) -> list[str | list[int]]:
     return prompt  # type: ignore[return-value]
 
 
+def truncated(ids: list[int], body: Sampling, max_tokens: int, context: int) -> list[int]:
+    """The end of a prompt, as much as the request lets through."""
+    most = body.truncate_prompt_tokens
+    if most == -1:  # as much as the context leaves
+        most = context - (max_tokens if max_tokens < context else 1)
+    return ids if most is None else ids[-most:]
+
+
+def variables(chat: Chat, template: ChatTemplate | None) -> dict[str, Any]:
+    """What the chat template is given beside the messages. Raises HttpError 400 for documents that it has no use
+    for.
+    """
+    given: dict[str, Any] = dict(chat.chat_template_kwargs or {})
+    if chat.documents:
+        if template is None or not re.search(r"\bdocuments\b", template.source):
+            message = "this model's chat template takes no documents: put them into a message"
+            raise HttpError(400, message, "documents", "unsupported_parameter")
+        given["documents"] = chat.documents
+    return given
+
+
+def reports_continuously(body: Sampling) -> bool:
+    """Whether every chunk of a stream has the usage so far."""
+    return body.stream_options is not None and bool(body.stream_options.continuous_usage_stats)
+
+
 def _params(body: Sampling, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
     """The engine's parameters; no `max_tokens` means as many as the context leaves."""
     if body.stream_options is not None and not body.stream:
         raise HttpError(400, "stream_options needs stream to be true", "stream_options", "invalid_value")
-    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
-        raise HttpError(400, "continuous_usage_stats is not supported", "stream_options", "unsupported_parameter")
+    if reports_continuously(body) and not body.stream_options.include_usage:  # type: ignore[union-attr]
+        raise HttpError(400, "continuous_usage_stats needs include_usage to be true", "stream_options", "invalid_value")
+    if body.truncate_prompt_tokens == 0:
+        message = "truncate_prompt_tokens must be -1, or 1 and more"
+        raise HttpError(400, message, "truncate_prompt_tokens", "invalid_value")
     if body.seed is not None and not -(2**63) <= body.seed < 2**64:
         raise HttpError(400, "seed must be from -2^63 to 2^64 - 1", "seed", "invalid_value")
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
@@ -233,12 +272,17 @@ def _params(body: Sampling, max_tokens: int | None, logprobs: int | None) -> Sam
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         logit_bias=_bias(body.logit_bias or {}),
+        allowed_token_ids=tuple(body.allowed_token_ids or ()),
+        bad_words=tuple(body.bad_words or ()),
         seed=body.seed,
         stop=stop,
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
         logprobs=logprobs,
+        prompt_logprobs=body.prompt_logprobs,
+        prompt_logprobs_start=body.prompt_logprobs_start or 0,
         n=body.n or 1,
     )
 
