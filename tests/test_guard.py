@@ -54,7 +54,8 @@ def bearer(key: str) -> dict[str, str]:
 # --- access
 
 OPEN = {"/health", "/ready", "/api/version", "/v2/health/live", "/v2/health/ready", "/docs", "/openapi.json"}
-ADMIN = {"/debug/state"}
+OPEN |= {"/console", "/console/{file}"}
+ADMIN = {"/debug/state", "/debug/abort"}
 
 
 def test_every_route_has_a_rule_and_keeps_it() -> None:

@@ -352,7 +352,7 @@ def test_the_state_shows_requests_pages_and_tree() -> None:
         bench.add(stem + ids(random, 3), service=service(3, "t", 99.0), max_tokens=90, ignore_eos=True)
     for _ in range(5):
         bench.step()
-    state = bench.engine.state().state
+    state = bench.engine.state(tree=True).state
     assert [len(state["requests"][name]) for name in ("running", "waiting")] == [2, 2]
     first = state["requests"]["running"][0]
     assert (first["prompt_tokens"], first["cached_tokens"], first["tenant"], first["phase"]) == (43, 40, "t", "decode")
@@ -360,7 +360,8 @@ def test_the_state_shows_requests_pages_and_tree() -> None:
     assert pages["free"] + pages["held"] + pages["cached"] == pages["total"] == len(pages["map"]) == 30
     counts = [pages["map"].count(kind) for kind in ".chs"]
     assert counts == [pages["free"], pages["cached"], pages["held"] - 2, 2]
-    nodes = {node["page"]: node for node in state["tree"]}
-    assert all(node["parent"] == -1 or node["parent"] in nodes for node in nodes.values())
-    assert sum(node["tokens"] for node in nodes.values()) >= 40
+    runs = state["tree"]["runs"]
+    assert all(run["parent"] < index for index, run in enumerate(runs))
+    assert sum(run["tokens"] for run in runs) >= 40
+    assert "tree" not in bench.engine.state().state
     assert bench.engine.state().state["cost"] is None or bench.engine.state().state["cost"].step >= 0

@@ -89,7 +89,7 @@ class ScriptedEngine:
     def status(self) -> Status:
         return "ready" if self.alive else "dead"
 
-    async def state(self) -> dict[str, Any]:
+    async def state(self, *, tree: bool = False) -> dict[str, Any]:
         return {"requests": len(self.requests)}
 
     def close(self) -> None:

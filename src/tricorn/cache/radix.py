@@ -22,7 +22,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import islice, pairwise
+from itertools import count, islice, pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,13 +37,14 @@ Order = tuple[float, int, int]
 
 
 class _Node:
-    """`keys` and `children` run in parallel; `used` is the tick of the last use; `queued` tells that the tree has it
-    among the leaves to evict. A root has no page, but a `namespace`. `digest` is the page's key outside memory, once it
-    has been asked for."""
+    """`keys` and `children` run in parallel; `used` is the tick of the last use, `hits` the matches that went through
+    it; `queued` tells that the tree has it among the leaves to evict. A root has no page, but a `namespace`. `digest`
+    is the page's key outside memory, once it has been asked for."""
 
     __slots__ = (
         "children",
         "digest",
+        "hits",
         "key",
         "keys",
         "namespace",
@@ -61,6 +63,7 @@ class _Node:
         self.namespace = namespace
         self.digest: bytes | None = None
         self.used = 0
+        self.hits = 0
         self.retention = 0
         self.pinned_until = 0.0
         self.queued = False
@@ -148,6 +151,7 @@ class RadixTree:
         self._tick += 1
         for node in nodes:
             node.used = self._tick
+            node.hits += 1
         pages = np.array([node.page for node in nodes], np.int32)
         self.pool.share(pages)
         tail_tokens = known % self.page_size
@@ -229,23 +233,54 @@ class RadixTree:
         """Every page of the tree, and how many tokens of it count."""
         return {node.page: len(node.key) // 4 for node in self._walk() if node.parent}
 
-    def nodes(self, limit: int) -> list[dict[str, int]]:
-        """The first so many nodes, each before those below it, for people: its page, its parent's (-1: none), how many
-        tokens it has, how many hold it, when it was last used (a growing number) and its retention."""
-        found = []
-        for node in islice((node for node in self._walk() if node.parent), limit):
-            assert node.parent is not None
-            found.append(
+    def picture(self, limit: int, visits: int) -> dict[str, Any]:
+        """The tree for people: up to `limit` runs, those with the most hits and used last first, each after the one
+        that it goes on from, out of at most `visits` nodes. Holds no ids.
+
+        A run is a chain of nodes that nothing branches off and that are alike in hits and holders. Of each: its first
+        `page`, the index of its `parent` (-1: it begins a text), how many `pages` and `tokens` it has, `hits`,
+        `holders`, `idle` (matches and inserts since its last use), `retention`, and for how many seconds more it is
+        `pinned`.
+        """
+        now, left = self._clock(), visits
+        runs: list[dict[str, Any]] = []
+        serial = count()
+        heap: list[tuple[int, int, int, _Node, int]] = []
+        beginnings = (child for root in self._roots.values() for child in root.children)
+        for node in islice(beginnings, left):
+            left -= 1
+            heappush(heap, (-node.hits, -node.used, next(serial), node, -1))
+        while heap and len(runs) < limit:
+            *_, node, parent = heappop(heap)
+            run = self._run(node, left)
+            left -= len(run) - 1
+            for child in islice(run[-1].children, max(0, left)):
+                left -= 1
+                heappush(heap, (-child.hits, -child.used, next(serial), child, len(runs)))
+            runs.append(
                 {
                     "page": node.page,
-                    "parent": node.parent.page,
-                    "tokens": len(node.key) // 4,
+                    "parent": parent,
+                    "pages": len(run),
+                    "tokens": sum(len(each.key) for each in run) // 4,
+                    "hits": node.hits,
                     "holders": int(self.pool.holders[node.page]),
-                    "used": node.used,
+                    "idle": self._tick - node.used,
                     "retention": node.retention,
+                    "pinned": round(max(0.0, node.pinned_until - now), 1),
                 }
             )
-        return found
+        return {"pages": int(np.count_nonzero(self.pool.in_tree)), "runs": runs}
+
+    def _run(self, node: _Node, most: int) -> list[_Node]:
+        """The nodes from this one on that nothing tells apart, up to `most` beside it."""
+        run = [node]
+        while len(node.children) == 1 and len(run) <= most:
+            (child,) = node.children
+            if child.hits != node.hits or self.pool.holders[child.page] != self.pool.holders[node.page]:
+                break
+            run.append(node := child)
+        return run
 
     def check(self) -> None:
         """Walks the trees. Raises TricornError when they disagree with the pool or with themselves."""

@@ -82,9 +82,9 @@ class InProcessClient:
         """The latest snapshot, at most some 100 ms old while the engine is busy."""
         return self._stats
 
-    async def state(self) -> dict[str, Any]:
+    async def state(self, *, tree: bool = False) -> dict[str, Any]:
         """What is going on, for people: see Engine.state. Raises TricornError when the engine does not say."""
-        return await self._questions.ask(lambda: self._inbox.put(Inspect()))
+        return await self._questions.ask(lambda: self._inbox.put(Inspect(tree)), tree)
 
     def close(self) -> None:
         """Stops the engine; open requests end with an error."""
@@ -190,11 +190,11 @@ class ProcessClient:
         """The latest snapshot, at most some 100 ms old while the engine is busy. Counters go on over deaths."""
         return self._stats
 
-    async def state(self) -> dict[str, Any]:
+    async def state(self, *, tree: bool = False) -> dict[str, Any]:
         """What is going on, for people: see Engine.state. Raises TricornError when the engine does not say."""
         if self.status != "ready":
             raise TricornError(f"the engine is {self.status}: ask again later")
-        return await self._questions.ask(lambda: self._engine.send(Inspect()))
+        return await self._questions.ask(lambda: self._engine.send(Inspect(tree)), tree)
 
     def close(self) -> None:
         """Stops the engine at once; open requests end with an error."""

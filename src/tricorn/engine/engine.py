@@ -33,8 +33,9 @@ TIDY_SECONDS = 0.5
 CLOSE_SECONDS = 5.0
 
 SHOWN_PAGES = 65_536
-SHOWN_NODES = 4096
-"""How much of the pool and the tree `state` shows."""
+SHOWN_RUNS = 2000
+SHOWN_NODES = 16_384
+"""How much of the pool and the tree `state` shows: pages, and runs out of so many nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,23 +165,24 @@ class Engine:
             **scheduler.counts,
         )
 
-    def state(self) -> EngineState:
+    def state(self, tree: bool = False) -> EngineState:
         """What is going on, for people. `requests` are those that run and wait; `pages` has a character for each page,
-        as far as they are shown: free ".", cached "c", held "h", held by several "s"; `tree` has its first nodes."""
+        as far as they are shown: free ".", cached "c", held "h", held by several "s". With `tree`, that of the prefixes
+        as RadixTree.picture shows it."""
         pool = self.pool
         shown = slice(0, SHOWN_PAGES)
         kinds = np.where(pool.in_tree[shown], b"c", b".")
         kinds = np.where(pool.holders[shown] > 0, b"h", kinds)
         kinds = np.where(pool.holders[shown] > 1, b"s", kinds)
         pages = {"total": pool.total, "free": pool.free, "held": pool.held, "cached": pool.cached}
-        return EngineState(
-            {
-                "requests": self.scheduler.state(),
-                "cost": self.scheduler.costs.cost,
-                "pages": {**pages, "map": kinds.tobytes().decode()},
-                "tree": self.scheduler.tree.nodes(SHOWN_NODES),
-            }
-        )
+        state = {
+            "requests": self.scheduler.state(),
+            "cost": self.scheduler.costs.cost,
+            "pages": {**pages, "map": kinds.tobytes().decode()},
+        }
+        if tree:
+            state["tree"] = self.scheduler.tree.picture(SHOWN_RUNS, SHOWN_NODES)
+        return EngineState(state)
 
     def _save(self, key: bytes, page: int, wait: float = 0.0) -> None:
         assert self.tier is not None

@@ -35,8 +35,8 @@ def run(engine: Engine, mailbox: Mailbox) -> None:
             match message:
                 case Close():
                     return
-                case Inspect():
-                    mailbox.send(engine.state())
+                case Inspect(tree):
+                    mailbox.send(engine.state(tree))
                 case Abort(id):
                     outputs += engine.abort(id)
                 case Request():

@@ -128,7 +128,9 @@ Status = Literal["starting", "ready", "restarting", "dead"]
 
 
 class Inspect(msgspec.Struct, frozen=True, tag="inspect"):
-    """Asks for an EngineState."""
+    """Asks for an EngineState, `tree` for one that shows the prefix tree too."""
+
+    tree: bool = False
 
 
 class EngineState(msgspec.Struct, frozen=True, tag="state"):

@@ -84,12 +84,13 @@ class Questions:
     """Those who wait to hear of the engine's state."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Future[dict[str, Any]]] = deque()
+        self._waiting: dict[bool, deque[Future[dict[str, Any]]]] = {False: deque(), True: deque()}
 
-    async def ask(self, send: Callable[[], None]) -> dict[str, Any]:
-        """The next answer; `send` puts the question. Raises TricornError when none comes in time."""
+    async def ask(self, send: Callable[[], None], tree: bool) -> dict[str, Any]:
+        """The next answer, with `tree` the next that has one; `send` puts the question. Raises TricornError when none
+        comes in time."""
         future: Future[dict[str, Any]] = Future()
-        self._waiting.append(future)
+        self._waiting[tree].append(future)
         send()
         try:
             return await asyncio.wait_for(asyncio.wrap_future(future), ANSWER_SECONDS)
@@ -97,9 +98,10 @@ class Questions:
             raise TricornError("the engine does not answer, it may be about to be restarted: ask again later") from None
 
     def answer(self, state: dict[str, Any]) -> None:
-        """Answers all. Safe in any thread."""
-        while self._waiting:
-            future = self._waiting.popleft()
+        """Answers all whom this satisfies. Safe in any thread."""
+        waiting = self._waiting["tree" in state]
+        while waiting:
+            future = waiting.popleft()
             if future.set_running_or_notify_cancel():
                 with suppress(RuntimeError):  # its event loop is closed: nobody waits any more
                     future.set_result(state)

@@ -7,6 +7,8 @@ GET  /health                                    200 unless the engine is gone fo
 GET  /ready                                     200 when a request would be served at once, else 503
 GET  /metrics                                   Prometheus
 GET  /debug/state                               what lives in the server and the engine, for the operator
+POST /debug/abort                               see `abort`
+GET  /console                                   see `console`
 """
 
 from __future__ import annotations
@@ -32,8 +34,10 @@ from tricorn.engine.messages import Survival
 from tricorn.frontend.generate import Delta, Frontend, join
 from tricorn.request import Namespace, SamplingParams, Service, TricornError
 from tricorn.server import answers, anthropic, headers, kserve, ollama, schema
+from tricorn.server.abort import Aborts
 from tricorn.server.answers import Fields, Prompt
 from tricorn.server.batches import BATCHED, Batches, Inside
+from tricorn.server.console import Console
 from tricorn.server.errors import HttpError, printable, too_late
 from tricorn.server.exchange import OPENAI, Dialect, Endpoint, Exchange, HeaderLimit, request_id
 from tricorn.server.files import Files, open_folder
@@ -98,6 +102,7 @@ def create_app(frontend: Frontend, options: ServerOptions, tracing: Tracing | No
     description = Description()
     groups: dict[str, tuple[Dialect, Routes]] = {
         "OpenAI": (OPENAI, (*api.routes, *api.files.routes, *api.batches.routes)),
+        "Console": (OPENAI, (*Console().routes, *Aborts(api.work).routes)),
         "Anthropic": (anthropic.DIALECT, anthropic.Anthropic(api.work).routes),
         "Ollama": (ollama.DIALECT, ollama.Ollama(api.work).routes),
         "Open Inference Protocol": (kserve.DIALECT, kserve.Kserve(Inference(api.work)).routes),
@@ -423,7 +428,11 @@ class Api:
         await exchange.answer(200, text, b"text/plain; version=0.0.4; charset=utf-8")
 
     async def debug_state(self, exchange: Exchange) -> None:
-        """Everything that lives here. Without the text of any prompt; ids of requests are the clients' own."""
+        """Everything that lives here; with ?tree=1, the cached prefixes too. Without the text of any prompt; ids of
+        requests are the clients' own."""
+        tree = exchange.query("tree")
+        if tree not in (None, "0", "1"):
+            raise HttpError(400, "tree must be 0 or 1", "tree", "invalid_value")
         gate = self.work.gate
         server = {
             "status": self.work.status,
@@ -436,12 +445,12 @@ class Api:
                 **msgspec.to_builtins(gate.options),
             },
         }
-        await exchange.answer_json({"server": server, "engine": await self._engine_state()})
+        await exchange.answer_json({"server": server, "engine": await self._engine_state(tree == "1")})
 
-    async def _engine_state(self) -> Fields | None:
+    async def _engine_state(self, tree: bool) -> Fields | None:
         """None when the engine does not answer now."""
         try:
             async with asyncio.timeout(STATE_SECONDS):
-                return await self._frontend.client.state()
+                return await self._frontend.client.state(tree=tree)
         except (TimeoutError, TricornError):
             return None

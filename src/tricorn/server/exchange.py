@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import parse_qs
 
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
@@ -103,6 +104,7 @@ class Exchange:
         self._started = False
         self._streaming = False
         self._work: asyncio.Future[None] | None = None
+        self._ended_by: HttpError | None = None
 
     # --- the request
 
@@ -119,6 +121,13 @@ class Exchange:
         HttpError 400.
         """
         return self.caller or tenant(self.header(b"x-tenant"))
+
+    def query(self, name: str) -> str | None:
+        """The value of a parameter behind the path's question mark. Raises HttpError 400 when it is given twice."""
+        given = parse_qs(self._scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True).get(name, [])
+        if len(given) > 1:
+            raise HttpError(400, f"the parameter {name} is given {len(given)} times", name, "invalid_value")
+        return given[0] if given else None
 
     def path_parameter(self, name: str) -> str | None:
         """The part of the path that a route has named."""
@@ -161,8 +170,8 @@ class Exchange:
                 return b"".join(parts)
 
     async def while_connected(self, work: Coroutine[Any, Any, None], deadline: float | None = None) -> None:
-        """Runs `work` to its end, or cancels it and raises ClientGone when the client goes away. Raises HttpError 503
-        when somebody else cancels it (see `cut`), and 408 when there is no token some time after the deadline, a
+        """Runs `work` to its end, or cancels it and raises ClientGone when the client goes away. Raises what `cut`
+        was called with when somebody did, and HttpError 408 when there is no token some time after the deadline, a
         `time.monotonic()`: it is the engine that keeps deadlines, but it may be hung or starting anew.
         """
         task = self._work = asyncio.ensure_future(work)
@@ -175,17 +184,18 @@ class Exchange:
             await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise ClientGone
-            if task.cancelled():
-                raise HttpError(503, "the server stops", code="shutting_down", retry_after=1, close=True)
+            if self._ended_by is not None:
+                raise self._ended_by
             task.result()
         finally:
             task.cancel()
             watch.cancel()
             await asyncio.gather(task, watch, return_exceptions=True)
 
-    def cut(self) -> None:
-        """Ends the work of a generation that has no more time."""
-        if self._work is not None:
+    def cut(self, error: HttpError) -> None:
+        """Ends the work of a generation, whose client is told this. Too late, it does nothing."""
+        if self._work is not None and not self._work.done():
+            self._ended_by = error
             self._work.cancel()
 
     async def _disconnected(self) -> None:
@@ -197,7 +207,8 @@ class Exchange:
     async def answer(
         self, status: int, body: bytes, kind: bytes = b"application/json", headers: tuple[tuple[bytes, bytes], ...] = ()
     ) -> None:
-        await self._open(status, (b"content-type", kind), (b"content-length", b"%d" % len(body)), *headers)
+        length = () if status == 304 else ((b"content-length", b"%d" % len(body)),)
+        await self._open(status, (b"content-type", kind), *length, *headers)
         await self._send({"type": "http.response.body", "body": body})
 
     async def answer_json(self, value: Any, status: int = 200, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:

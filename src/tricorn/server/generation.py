@@ -61,7 +61,12 @@ class Generations:
     def cut(self) -> None:
         """Ends the generations that are under way with an error."""
         for exchange in self._running:
-            exchange.cut()
+            exchange.cut(HttpError(503, "the server stops", code="shutting_down", retry_after=1, close=True))
+
+    @property
+    def running(self) -> list[Exchange]:
+        """The generations that are under way."""
+        return list(self._running)
 
     def open(self) -> None:
         """Raises HttpError 503 when nothing new is taken. A request that comes while the engine is being restarted

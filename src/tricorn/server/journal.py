@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Literal
 
 from tricorn.request import SamplingParams, Timings
@@ -23,7 +24,8 @@ log = logging.getLogger("tricorn.server.requests")
 @dataclass(slots=True)
 class Entry:
     """One HTTP exchange. Times are those of `time.monotonic()`, except `arrived`, in seconds since 1970. The fields
-    from `params` on stay as they are for what is no generation.
+    from `params` on stay as they are for what is no generation. `number` is its place in the order of arrival, which
+    no other has, while the `id` is what the client says.
     """
 
     id: str
@@ -33,6 +35,7 @@ class Entry:
     started: float = field(default_factory=time.monotonic)
     arrived: float = field(default_factory=time.time)
     phase: Phase = "reading"
+    number: int = 0
     status: int = CLIENT_GONE
     error: str | None = None
     """The code of the error that ended it, in a stream too."""
@@ -53,16 +56,18 @@ class Journal:
     def __init__(self, model: str, tracing: Tracing | None = None) -> None:
         self._model = model
         self._tracing = tracing
+        self._numbers = count(1)
         self._live: dict[int, Entry] = {}
 
     @contextmanager
     def follow(self, entry: Entry) -> Iterator[None]:
         """Keeps a request in the books until it ends, and then says so."""
-        self._live[id(entry)] = entry
+        entry.number = next(self._numbers)
+        self._live[entry.number] = entry
         try:
             yield
         finally:
-            del self._live[id(entry)]
+            del self._live[entry.number]
             self._tell(entry)
 
     def live(self) -> list[dict[str, Any]]:
@@ -71,6 +76,7 @@ class Journal:
         return [
             {
                 "id": entry.id,
+                "number": entry.number,
                 "route": entry.route,
                 "age": round(now - entry.started, 3),
                 "phase": entry.phase,

@@ -1,0 +1,167 @@
+// The page as a whole: which view is shown, what is asked of the server and when, keys and colours.
+
+import { keys, json, text } from "./api.js";
+import { Chat } from "./chat.js";
+import { $, el } from "./dom.js";
+import { Load } from "./load.js";
+import { History } from "./metrics.js";
+import { Pages } from "./pages.js";
+import { Requests } from "./requests.js";
+import { Tree } from "./tree.js";
+
+const VIEWS = ["chat", "load", "cache", "requests"];
+const EVERY_MS = 1000;
+
+const history = new History();
+const load = new Load(history);
+const chat = new Chat(() => openKeys("api-key"));
+const pages = new Pages();
+const tree = new Tree();
+const requests = new Requests();
+let current = "chat";
+let round = 0;
+
+// Views
+
+function route() {
+  const wanted = location.hash.slice(1);
+  if (wanted && !VIEWS.includes(wanted)) return; // the link to the content
+  current = wanted || "chat";
+  for (const view of VIEWS) $(`view-${view}`).hidden = view !== current;
+  for (const link of document.querySelectorAll("nav a")) {
+    if (link.hash === `#${current}`) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  document.title = `${current[0].toUpperCase()}${current.slice(1)} · Tricorn`;
+  load.draw();
+  look();
+}
+
+// What the server says
+
+function state(word, kind) {
+  if ($("status").textContent !== word) $("status").textContent = word;
+  $("status").dataset.state = kind;
+}
+
+const REMEDIES = {
+  401: [(error) => error.message, "Enter keys"],
+  403: [(error) => error.message],
+  429: [() => "The server answers fewer questions for now."],
+};
+
+function trouble(error, field) {
+  const box = $("trouble");
+  const [words, action] = REMEDIES[error?.status] ?? [() => error.message];
+  const said = error ? words(error) : "";
+  box.hidden = !error;
+  if (box.dataset.said === said) return;
+  box.dataset.said = said;
+  const button = action ? [el("button", { type: "button", class: "small", onclick: () => openKeys(field) }, action)] : [];
+  box.replaceChildren(el("span", {}, said), ...button);
+}
+
+async function look() {
+  const mine = ++round;
+  let wrong = null;
+  try {
+    history.add(performance.now() / 1000, await text("metrics"));
+    load.head();
+    load.draw();
+    state("ready", "ready");
+    if (!$("model").options.length) served(await chat.models());
+  } catch (error) {
+    wrong = [error, "api-key"];
+    if (error.status === 0) state("no connection", "trouble");
+    else if (error.status === 503) state("starting", "waiting");
+    else if (error.status === 401) state("locked", "waiting");
+    else state("trouble", "trouble");
+  }
+  if ((current === "cache" || current === "requests") && !(wrong && wrong[0].status === 0)) {
+    try {
+      const found = await json(current === "cache" ? "debug/state?tree=1" : "debug/state", { admin: true });
+      if (mine !== round) return;
+      wrong = null;
+      inside(found);
+    } catch (error) {
+      wrong = [error, "admin-key"];
+    }
+  }
+  if (mine === round) trouble(...(wrong ?? [null]));
+}
+
+function inside(found) {
+  if (found.server.status !== "ready") state(found.server.status, "waiting");
+  if (current === "requests") requests.show(found);
+  if (current === "cache" && found.engine?.tree) {
+    pages.show(found.engine.pages);
+    tree.show(found.engine.tree);
+    const { total, free } = found.engine.pages;
+    $("cache-facts").textContent = `${(total - free).toLocaleString("en")} of ${total.toLocaleString("en")} pages in use or cached`;
+  }
+}
+
+function served(models) {
+  $("served").textContent = models.map(({ id }) => id).join(", ");
+}
+
+async function keepLooking() {
+  for (;;) {
+    await new Promise((resolve) => setTimeout(resolve, EVERY_MS));
+    if (!document.hidden) await look();
+  }
+}
+
+// Keys
+
+function openKeys(field = "api-key") {
+  $("api-key").value = keys.get("api");
+  $("admin-key").value = keys.get("admin");
+  if (!$("keys").open) $("keys").showModal();
+  $(field).focus();
+}
+
+function keysChanged() {
+  $("keys").close();
+  history.samples = [];
+  look();
+}
+
+$("open-keys").addEventListener("click", () => openKeys());
+$("cancel-keys").addEventListener("click", () => $("keys").close());
+$("forget-keys").addEventListener("click", () => {
+  keys.forget();
+  keysChanged();
+});
+$("keys-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  keys.set("api", $("api-key").value.trim());
+  keys.set("admin", $("admin-key").value.trim());
+  keysChanged();
+});
+
+// Colours
+
+const THEMES = { auto: ["Auto", "automatic"], light: ["Light", "light"], dark: ["Dark", "dark"] };
+
+function paint(theme) {
+  const [word, said] = THEMES[theme];
+  if (theme === "auto") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = theme;
+  sessionStorage.setItem("tricorn-theme", theme);
+  $("theme").textContent = word;
+  $("theme").setAttribute("aria-label", `Colours: ${said}`);
+  pages.draw();
+}
+
+$("theme").addEventListener("click", () => {
+  const names = Object.keys(THEMES);
+  const now = sessionStorage.getItem("tricorn-theme") ?? "auto";
+  paint(names[(names.indexOf(now) + 1) % names.length]);
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => pages.draw());
+
+paint(THEMES[sessionStorage.getItem("tricorn-theme")] ? sessionStorage.getItem("tricorn-theme") : "auto");
+addEventListener("hashchange", route);
+route();
+keepLooking();
