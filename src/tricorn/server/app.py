@@ -342,7 +342,9 @@ class Api:
             unsent.append({**job.head, "choices": [choice]})
             so_far = [known for known in last if known is not None] if continuous or delta.finish_reason else []
             if continuous:
-                unsent[-1]["usage"] = self._usage(job, so_far, cached)
+                usage = self._usage(job, so_far, cached)
+                for chunk in unsent:
+                    chunk.setdefault("usage", usage)
             if not job.usage and sum(known.finish_reason is not None for known in so_far) == job.choices:
                 unsent[-1]["timings"] = self._timings(job, so_far, cached)
             if not unserved(delta):  # as long as there is nothing to show, a status can still say so
