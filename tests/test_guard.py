@@ -54,7 +54,7 @@ def bearer(key: str) -> dict[str, str]:
 # --- access
 
 OPEN = {"/health", "/ready", "/api/version", "/v2/health/live", "/v2/health/ready", "/docs", "/openapi.json"}
-OPEN |= {"/console", "/console/{file}"}
+OPEN |= {"/console", "/console/{file}", "/version"}
 ADMIN = {"/debug/state", "/debug/abort"}
 
 

@@ -245,11 +245,11 @@ class Frontend:
 
     # --- prompts
 
-    async def encode(self, text: str, *, parse_special: bool = True) -> list[int]:
+    async def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """The ids of a raw prompt, with BOS in front where the model wants one. Raises BadRequest."""
 
         check_text(text, CHARACTERS_PER_TOKEN * self.context)
-        arguments = {"text": text, "add_special": True, "parse_special": parse_special}
+        arguments = {"text": text, "add_special": add_special, "parse_special": parse_special}
         return await self._workers.encode(Job("plain", arguments))
 
     async def encode_chat(
@@ -274,10 +274,10 @@ class Frontend:
         """
         if not prompt:
             raise BadRequest("the prompt is empty and this model has no start token: send at least one token", "prompt")
-        self._check_ids(prompt, "prompt")
-        self._check_ids(params.stop_token_ids, "stop_token_ids")
-        self._check_ids(params.logit_bias, "logit_bias")
-        self._check_ids(params.allowed_token_ids, "allowed_token_ids")
+        self.check_ids(prompt, "prompt")
+        self.check_ids(params.stop_token_ids, "stop_token_ids")
+        self.check_ids(params.logit_bias, "logit_bias")
+        self.check_ids(params.allowed_token_ids, "allowed_token_ids")
         if isinstance(params.stop, str) or not all(params.stop):
             raise BadRequest("stop must be a tuple of strings, none of them empty", "stop")
         if params.min_tokens > params.max_tokens:
@@ -314,7 +314,8 @@ class Frontend:
             raise BadRequest(f"bad_words[{found.index([])}] is no text that this model could write", "bad_words")
         return [ids for spellings in found for ids in spellings]
 
-    def _check_ids(self, ids: Collection[int], name: str) -> None:
+    def check_ids(self, ids: Collection[int], name: str) -> None:
+        """Raises BadRequest for an id outside the vocabulary."""
         if ids and not 0 <= min(ids) <= max(ids) < self.vocab:
             place, id = next((place, id) for place, id in enumerate(ids) if not 0 <= id < self.vocab)
             raise BadRequest(f"{name}[{place}] is {id}, outside this model's ids 0 to {self.vocab - 1}", name)

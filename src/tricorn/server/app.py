@@ -2,6 +2,7 @@
 
 POST /v1/chat/completions, /v1/completions      streamed (server-sent events) and not
 POST /v1/messages, /api/chat, /v2/...           see `anthropic`, `ollama`, `kserve`
+POST /tokenize, /detokenize, ...                see `helpers`
 GET  /v1/models, /v1/models/{id}                the one model served
 GET  /health                                    200 unless the engine is gone for good
 GET  /ready                                     200 when a request would be served at once, else 503
@@ -43,6 +44,7 @@ from tricorn.server.exchange import OPENAI, Dialect, Endpoint, Exchange, HeaderL
 from tricorn.server.files import Files, open_folder
 from tricorn.server.generation import Generations, unserved
 from tricorn.server.guard import Guard, GuardOptions
+from tricorn.server.helpers import Helpers
 from tricorn.server.inference import Inference
 from tricorn.server.journal import Journal
 from tricorn.server.loading import answer_ready
@@ -103,6 +105,7 @@ def create_app(frontend: Frontend, options: ServerOptions, tracing: Tracing | No
     groups: dict[str, tuple[Dialect, Routes]] = {
         "OpenAI": (OPENAI, (*api.routes, *api.files.routes, *api.batches.routes)),
         "Console": (OPENAI, (*Console().routes, *Aborts(api.work).routes)),
+        "Helpers": (OPENAI, Helpers(api.work).routes),
         "Anthropic": (anthropic.DIALECT, anthropic.Anthropic(api.work).routes),
         "Ollama": (ollama.DIALECT, ollama.Ollama(api.work).routes),
         "Open Inference Protocol": (kserve.DIALECT, kserve.Kserve(Inference(api.work)).routes),

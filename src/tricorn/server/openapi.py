@@ -58,6 +58,16 @@ _USAGE = _object(
     total_tokens=INTEGER,
     prompt_tokens_details=_object(cached_tokens=INTEGER),
 )
+_TIMINGS = _object(
+    queue_ms=NUMBER,
+    cache_n=INTEGER,
+    prompt_n=INTEGER,
+    prompt_ms=NUMBER,
+    prompt_per_second=NUMBER,
+    predicted_n=INTEGER,
+    predicted_ms=NUMBER,
+    predicted_per_second=NUMBER,
+)
 _HEAD = {"id": STRING, "object": STRING, "created": INTEGER, "model": STRING}
 _ENDED = {"index": INTEGER, "finish_reason": _or_null(STRING), "stop_reason": _or_null({"type": ["string", "integer"]})}
 _CHAT_CHOICE = _object(message=_object(role=STRING, content=_or_null(STRING)), logprobs=_or_null(_object()), **_ENDED)
@@ -80,8 +90,8 @@ _STATUS = _object(status=STRING)
 _OLLAMA_END = {"done_reason": STRING, "eval_count": INTEGER, "prompt_eval_count": INTEGER, "total_duration": INTEGER}
 
 ANSWERS: Mapping[str, Fields] = {
-    "/v1/chat/completions": _object(**_HEAD, choices=_list(_CHAT_CHOICE), usage=_USAGE),
-    "/v1/completions": _object(**_HEAD, choices=_list(_CHOICE), usage=_USAGE),
+    "/v1/chat/completions": _object(**_HEAD, choices=_list(_CHAT_CHOICE), usage=_USAGE, timings=_TIMINGS),
+    "/v1/completions": _object(**_HEAD, choices=_list(_CHOICE), usage=_USAGE, timings=_TIMINGS),
     "/v1/models": _object(object=STRING, data=_list(_MODEL)),
     "/v1/models/{id}": _MODEL,
     "/v1/files": _FILE,
@@ -91,6 +101,14 @@ ANSWERS: Mapping[str, Fields] = {
     "/v1/batches/{id}/cancel": _BATCH,
     "/health": _STATUS,
     "/ready": _STATUS,
+    "/tokenize": _object(
+        count=INTEGER, max_model_len=INTEGER, tokens=_list(INTEGER), token_strs=_or_null(_list(STRING))
+    ),
+    "/detokenize": _object(prompt=STRING),
+    "/apply-template": _object(prompt=STRING),
+    "/v1/chat/completions/input_tokens": _object(object=STRING, input_tokens=INTEGER),
+    "/version": _object(version=STRING),
+    "/health_generate": _STATUS,
     "/v1/messages": _object(
         id=STRING,
         type=STRING,
@@ -200,7 +218,8 @@ def _operation(group: str, dialect: Dialect, operation: Operation, path: str, re
 def _statuses(operation: Operation) -> list[int]:
     barred: list[int] = {"open": [], "key": [401], "admin": [401, 403]}[operation.access]
     if operation.method == "GET":
-        return [*([404] if "{" in operation.path else []), *barred, *([503] if "ready" in operation.path else [])]
+        waits = re.search("ready|health", operation.path)
+        return [*([404] if "{" in operation.path else []), *barred, *([503] if waits else [])]
     return sorted({400, 404, 408, 413, 415, 429, 503, *barred})
 
 
