@@ -37,7 +37,7 @@ async function ask(path, { admin = false, body, signal } = {}) {
     answer = await fetch(path, options);
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Refusal(0, "the server cannot be reached");
+    throw new Refusal(0, error.name === "TimeoutError" ? "the server does not answer" : "the server cannot be reached");
   }
   if (!answer.ok) throw new Refusal(answer.status, await said(answer));
   return answer;

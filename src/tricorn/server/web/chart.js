@@ -3,7 +3,7 @@
 import { el, number, svg } from "./dom.js";
 
 const HEIGHT = 150;
-const EDGE = { left: 46, right: 6, top: 6, bottom: 20 };
+const EDGE = { left: 54, right: 6, top: 6, bottom: 20 };
 
 // The step between lines of a grid: 1, 2 or 5 times a power of ten.
 export function step(most, lines) {

@@ -55,7 +55,7 @@ class Answer {
       found.push(["prompt", whole(this.usage.prompt_tokens)]);
       found.push(["cached", whole(this.usage.prompt_tokens_details?.cached_tokens ?? 0)]);
     }
-    if (this.reason && this.reason !== "stop") found.push(["ended by", this.reason]);
+    if (this.reason && this.reason !== "stop") found.push(["", `ended by ${this.reason}`]);
     return found;
   }
 }
@@ -184,7 +184,7 @@ export class Chat {
   render(answer, shown) {
     const box = $("messages");
     const follows = box.scrollHeight - box.scrollTop - box.clientHeight < 40;
-    const figures = answer.figures.map(([name, value]) => el("span", {}, el("b", {}, value), ` ${name}`));
+    const figures = answer.figures.map(([name, value]) => el("span", {}, el("b", {}, value), name && ` ${name}`));
     const thought = answer.thought ? [el("div", { class: "thought" }, answer.thought)] : [];
     shown.replaceChildren(shown.firstElementChild, ...thought, ...parts(answer.text), el("p", { class: "figures" }, ...figures));
     if (follows) box.scrollTop = box.scrollHeight;

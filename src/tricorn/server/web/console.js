@@ -11,6 +11,7 @@ import { Tree } from "./tree.js";
 
 const VIEWS = ["chat", "load", "cache", "requests"];
 const EVERY_MS = 1000;
+const PATIENCE_MS = 5000;
 
 const history = new History();
 const load = new Load(history);
@@ -65,7 +66,7 @@ async function look() {
   const mine = ++round;
   let wrong = null;
   try {
-    history.add(performance.now() / 1000, await text("metrics"));
+    history.add(performance.now() / 1000, await text("metrics", { signal: AbortSignal.timeout(PATIENCE_MS) }));
     load.head();
     load.draw();
     state("ready", "ready");
@@ -79,7 +80,10 @@ async function look() {
   }
   if ((current === "cache" || current === "requests") && !(wrong && wrong[0].status === 0)) {
     try {
-      const found = await json(current === "cache" ? "debug/state?tree=1" : "debug/state", { admin: true });
+      const found = await json(current === "cache" ? "debug/state?tree=1" : "debug/state", {
+        admin: true,
+        signal: AbortSignal.timeout(PATIENCE_MS),
+      });
       if (mine !== round) return;
       wrong = null;
       inside(found);
@@ -142,26 +146,24 @@ $("keys-form").addEventListener("submit", (event) => {
 
 // Colours
 
-const THEMES = { auto: ["Auto", "automatic"], light: ["Light", "light"], dark: ["Dark", "dark"] };
+const THEMES = ["auto", "light", "dark"];
+
+const theme = () => THEMES.find((each) => each === sessionStorage.getItem("tricorn-theme")) ?? "auto";
 
 function paint(theme) {
-  const [word, said] = THEMES[theme];
   if (theme === "auto") delete document.documentElement.dataset.theme;
   else document.documentElement.dataset.theme = theme;
   sessionStorage.setItem("tricorn-theme", theme);
-  $("theme").textContent = word;
-  $("theme").setAttribute("aria-label", `Colours: ${said}`);
+  $("theme").replaceChildren(el("span", { class: "muted" }, "Theme "), theme);
   pages.draw();
 }
 
 $("theme").addEventListener("click", () => {
-  const names = Object.keys(THEMES);
-  const now = sessionStorage.getItem("tricorn-theme") ?? "auto";
-  paint(names[(names.indexOf(now) + 1) % names.length]);
+  paint(THEMES[(THEMES.indexOf(theme()) + 1) % THEMES.length]);
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => pages.draw());
 
-paint(THEMES[sessionStorage.getItem("tricorn-theme")] ? sessionStorage.getItem("tricorn-theme") : "auto");
+paint(theme());
 addEventListener("hashchange", route);
 route();
 keepLooking();

@@ -30,6 +30,7 @@ export function number(value, digits = 3) {
 
 export function seconds(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (value === 0) return "0";
   if (value < 1) return `${number(value * 1000)} ms`;
   if (value < 120) return `${number(value)} s`;
   return value < 7200 ? `${Math.floor(value / 60)} min` : `${Math.floor(value / 3600)} h`;

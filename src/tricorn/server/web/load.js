@@ -38,8 +38,8 @@ const CHARTS = [
     least: 10,
     series: [
       { name: "generated", color: "s1", at: rate(GENERATED) },
-      { name: "prompt, computed", color: "s2", at: rate(rows("prefill")) },
-      { name: "prompt, cached", color: "s3", dashed: true, at: rate(HITS) },
+      { name: "prompt", color: "s2", at: rate(rows("prefill")) },
+      { name: "from cache", color: "s3", dashed: true, at: rate(HITS) },
     ],
   },
   {
@@ -65,6 +65,20 @@ const CHARTS = [
     least: 0.005,
     format: seconds,
     series: quantiles("between"),
+  },
+  {
+    title: "Wait in the queue",
+    note: "over 15 s",
+    least: 0.005,
+    format: seconds,
+    series: quantiles("queue"),
+  },
+  {
+    title: "End to end",
+    note: "over 15 s",
+    least: 0.1,
+    format: seconds,
+    series: quantiles("whole"),
   },
   {
     title: "Step composition",
@@ -106,9 +120,10 @@ const VITALS = [
   ["Running", (h, at) => whole(h.value(at, "vllm:num_requests_running"))],
   ["Waiting", (h, at) => whole(h.value(at, "vllm:num_requests_waiting"))],
   ["First token", (h, at) => seconds(h.quantile(at, "first", 0.5)), "p50"],
-  ["Between tokens", (h, at) => seconds(h.quantile(at, "between", 0.5)), "p50"],
+  ["Token gap", (h, at) => seconds(h.quantile(at, "between", 0.5)), "p50"],
   ["KV held", (h, at) => percent(part(pages("held"))(h, at))],
-  ["Cache hits", (h, at) => percent(h.value(at, QUERIES) ? h.value(at, HITS) / h.value(at, QUERIES) : NaN), "of prompt tokens"],
+  ["KV cached", (h, at) => percent(part(pages("cached"))(h, at))],
+  ["Cache hits", (h, at) => percent(h.value(at, QUERIES) ? h.value(at, HITS) / h.value(at, QUERIES) : NaN)],
 ];
 
 export class Load {
@@ -116,10 +131,11 @@ export class Load {
     this.history = history;
     this.charts = CHARTS.map((each) => new Chart(each));
     this.vitals = VITALS.map(() => el("span", {}, "–"));
+    this.notes = VITALS.map(([, , note]) => el("small", { hidden: true }, ` ${note}`));
     $("charts").append(...this.charts.map(({ node }) => node));
     $("vitals").append(
       ...VITALS.map(([name, , note], place) =>
-        el("div", {}, el("dt", {}, name, note ? el("span", { class: "hidden" }, ` ${note}`) : ""), el("dd", {}, this.vitals[place], note && note.length < 4 ? el("small", {}, ` ${note}`) : "")),
+        el("div", {}, el("dt", {}, name), el("dd", {}, this.vitals[place], note ? this.notes[place] : "")),
       ),
     );
     $("span").addEventListener("change", () => this.draw());
@@ -128,7 +144,12 @@ export class Load {
 
   head() {
     const last = this.history.samples.length - 1;
-    if (last >= 0) VITALS.forEach(([, value], place) => (this.vitals[place].textContent = value(this.history, last)));
+    if (last < 0) return;
+    VITALS.forEach(([, value], place) => {
+      const said = value(this.history, last);
+      this.vitals[place].textContent = said;
+      this.notes[place].hidden = said === "–";
+    });
   }
 
   draw() {

@@ -45,11 +45,16 @@ export function quantile(before, after, share) {
   return low;
 }
 
-const HISTOGRAMS = { first: "vllm:time_to_first_token_seconds", between: "vllm:inter_token_latency_seconds" };
+const HISTOGRAMS = {
+  first: "vllm:time_to_first_token_seconds",
+  between: "vllm:inter_token_latency_seconds",
+  queue: "vllm:request_queue_time_seconds",
+  whole: "vllm:e2e_request_latency_seconds",
+};
 
 export class History {
   constructor() {
-    this.samples = []; // { at (seconds), values, first, between }
+    this.samples = []; // { at (seconds), values, and the buckets of each histogram }
   }
 
   get last() {

@@ -4,7 +4,7 @@ import { $, el, whole } from "./dom.js";
 
 const KINDS = { ".": ["free", "free"], c: ["cached", "cached"], h: ["held", "heldpage"], s: ["shared", "shared"] };
 const SIZES = [16, 14, 12, 10, 8, 7, 6, 5, 4, 3, 2];
-const HEIGHT = 220;
+const HEIGHT = 170;
 
 export class Pages {
   constructor() {

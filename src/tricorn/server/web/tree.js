@@ -70,9 +70,12 @@ export class Tree {
     return this.byPage.get(page) ?? this.first;
   }
 
+  // To a run and what goes on from it; where nothing does, to what it goes on from.
   zoom(page) {
-    this.zoomed = this.find(page).page;
-    [this.from, this.target, this.began] = [this.seen, view(this.find(page)), performance.now()];
+    const found = this.find(page);
+    const node = found.children.length || !found.parent ? found : found.parent;
+    this.zoomed = node.page;
+    [this.from, this.target, this.began] = [this.seen, view(node), performance.now()];
     if (still()) this.seen = this.target;
     this.move();
   }
@@ -168,7 +171,7 @@ export class Tree {
     const facts = node && node !== this.first ? describe(node) : `${most}${left}.`;
     if ($("tree-facts").textContent !== facts) $("tree-facts").textContent = facts;
     this.svg.setAttribute("aria-label", `Prefix tree: ${most}. Arrow keys choose a run, Enter zooms in, Escape zooms out`);
-    $("zoom-in").disabled = !node || node === this.first || this.zoomed === this.chosen;
+    $("zoom-in").disabled = !node?.children.length || node === this.first || this.zoomed === this.chosen;
     $("zoom-out").disabled = $("zoom-all").disabled = this.find(this.zoomed) === this.first;
   }
 
