@@ -12,7 +12,8 @@ import httpx
 import pytest
 
 from served import served
-from test_server_api import BPE, CHAT, CONTEXT, EOS, HI, VOCAB, ScriptedEngine, complete, post, refused, stream
+from test_server_api import BPE, CHAT, CONTEXT, EOS, HI, SPM, VOCAB, ScriptedEngine, complete, post, refused, stream
+from tricorn.server import schema
 
 PLAIN = "/v1/completions"
 ENGINE = ScriptedEngine(BPE.encode("one two"))
@@ -213,6 +214,37 @@ def test_timings_come_once() -> None:
         assert timings["prompt_n"] == usage["prompt_tokens"] - 3
         assert timings["predicted_n"] == usage["completion_tokens"]
     assert complete(ENGINE, max_tokens=0)["timings"]["predicted_n"] == 0
+
+
+# --- fields that go with one route, or mean nothing
+
+
+def test_fields_of_the_other_route() -> None:
+    for name in ("echo", "add_special_tokens", "parse_special"):
+        assert refused({"messages": HI, name: True}, path=CHAT)["param"] == name
+    chat(ENGINE, echo=False, add_special_tokens=False, parse_special=None)
+    for name in ("max_completion_tokens", "top_logprobs"):
+        assert refused({"prompt": "x", name: 3})["param"] == name
+
+
+def test_start_tokens_may_be_left_out() -> None:
+    for special, expected in ((None, [2]), (True, [2]), (False, [])):
+        complete(ENGINE, {"tokenizer": SPM}, prompt="the", add_special_tokens=special)
+        assert ENGINE.requests[-1].prompt == [*expected, *SPM.encode("the")]
+
+
+def test_fields_that_are_ignored() -> None:
+    """Those that the reference names."""
+    reference = (Path(__file__).parent.parent / "docs/api.md").read_text()
+    table = reference.split("## Fields that are ignored")[1].split("\n## ")[0]
+    names = [
+        name for line in table.splitlines() if line.startswith("| `") for name in line.split(" | ")[0].split("`")[1::2]
+    ]
+    assert len(names) > 30
+    assert not schema.KNOWN & set(names)
+    plain = complete(ENGINE, seed=1)["choices"]
+    assert complete(ENGINE, seed=1, **dict.fromkeys(names, "x"))["choices"] == plain
+    assert chat(ENGINE, **dict.fromkeys(names, 5))["choices"]
 
 
 # --- a real engine

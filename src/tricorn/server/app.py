@@ -277,11 +277,13 @@ class Api:
         params: SamplingParams,
         service: Service,
     ) -> None:
-        parse = completion.parse_special is not False
+        special, parse = completion.add_special_tokens is not False, completion.parse_special is not False
         echo = bool(completion.echo)
         prompts = []
         for prompt in given:
-            ids = await self._frontend.encode(prompt, parse_special=parse) if isinstance(prompt, str) else prompt
+            ids = prompt if isinstance(prompt, list) else []
+            if isinstance(prompt, str):
+                ids = await self._frontend.encode(prompt, add_special=special, parse_special=parse)
             ids = schema.truncated(ids, body, params.max_tokens, self._frontend.context)
             self._frontend.check(ids, params)
             prompts.append(answers.echoed(self._frontend.tokenizer, ids) if echo else Prompt(ids))

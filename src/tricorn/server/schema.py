@@ -112,37 +112,67 @@ class Chat(msgspec.Struct, frozen=True):
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """The fields of a plain completion alone. `parse_special` false makes the text of a control token plain text."""
+    """The fields of a plain completion alone. `parse_special` false makes the text of a control token plain text,
+    `add_special_tokens` false puts no start token in front of a text."""
 
     prompt: str | list[str | int | list[int]]
     logprobs: Alternatives | None = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None
     parse_special: bool | None = None
 
 
 # fmt: off
 _NEVER = (
-    "chat_template", "functions", "guided_whitespace_pattern", "kv_transfer_params", "logit_processors",
-    "logits_processors", "lora_path", "mirostat", "prediction", "prompt_embeds", "repetition_detection", "samplers",
-    "stop_regex", "suffix", "thinking_token_budget", "top_a", "xtc_probability",
+    "chat_template", "custom_logit_processor", "custom_params", "disaggregated_params", "ec_transfer_params",
+    "extra_key", "functions", "grammar_triggers", "guided_whitespace_pattern", "input_ids", "kv_transfer_params",
+    "logit_processors", "logits_processors", "logprob_token_ids", "lora", "lora_path", "lora_request", "mirostat",
+    "prediction", "prompt_embeds", "repetition_detection", "samplers", "sampling_logprobs_mode", "session_params",
+    "stop_regex", "suffix", "t_max_predict_ms", "thinking_token_budget", "top_a", "top_p_min", "vllm_xargs",
+    "watermark", "web_search_options", "xtc_probability",
 )
 # fmt: on
 
 REFUSED: Refusals = {
     **dict.fromkeys(_NEVER, ()),
+    "adaptive_target": (-1,),
     "audio": (),
     "best_of": (1,),
     "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "early_stopping": (False,),
     "function_call": ("none", "auto"),
+    "grammar_lazy": (False,),
     "length_penalty": (1,),
+    "min_keep": (0, 1),
     "modalities": (["text"],),
+    "n_probs": (0,),
     "no_stop_trim": (False,),
+    "post_sampling_probs": (False,),
+    "prompt_ignore_length": (0,),
+    "repeat_penalty": (1,),
+    "return_hidden_states": (False,),
+    "return_meta_info": (False,),
+    "return_progress": (False,),
+    "return_prompt_token_ids": (False,),
+    "return_sampling_mask": (False,),
+    "return_token_offsets": (False,),
+    "return_tokens": (False,),
     "spaces_between_special_tokens": (True,),
+    "timings_per_token": (False,),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "top_n_sigma": (-1, 0),
+    "truncation_side": ("left",),
     "typical_p": (1,),
     "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "watermarking": (False,),
 }
+
+REFUSED_IN_CHAT: Refusals = {**REFUSED, "add_special_tokens": (False,), "echo": (False,), "parse_special": ()}
+REFUSED_IN_COMPLETIONS: Refusals = {**REFUSED, "max_completion_tokens": (), "top_logprobs": ()}
+"""With what the one route honours and the other could not."""
 
 KNOWN = REFUSED.keys() | {
     name for kind in (Sampling, Chat, Completion, constraints.Constrained) for name in kind.__struct_fields__
@@ -156,7 +186,7 @@ _completion = msgspec.json.Decoder(Completion)
 
 def read_chat(body: bytes) -> tuple[Sampling, Chat, SamplingParams]:
     """A chat completion's body. Raises HttpError 400 naming the field at fault."""
-    check_form(body, REFUSED)
+    check_form(body, REFUSED_IN_CHAT)
     sampling, chat = decode(_sampling, body), decode(_chat, body)
     if chat.top_logprobs is not None and not chat.logprobs:
         raise HttpError(400, "top_logprobs needs logprobs to be true", "top_logprobs", "invalid_value")
@@ -187,7 +217,7 @@ def _check_continuation(chat: Chat) -> None:
 
 def read_completion(body: bytes) -> tuple[Sampling, Completion, SamplingParams]:
     """A plain completion's body. Raises HttpError 400 naming the field at fault."""
-    check_form(body, REFUSED)
+    check_form(body, REFUSED_IN_COMPLETIONS)
     sampling, completion = decode(_sampling, body), decode(_completion, body)
     max_tokens = 16 if sampling.max_tokens is None else sampling.max_tokens
     params = _params(sampling, max_tokens, completion.logprobs)
