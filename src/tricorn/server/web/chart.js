@@ -93,7 +93,7 @@ export class Chart {
       this.runs(place).map((run) =>
         svg("path", {
           class: `stroke ${color} ${dashed ? "dashed" : ""}`,
-          d: `M${run.map(({ at, values }) => `${this.x(at).toFixed(1)} ${y(values[place]).toFixed(1)}`).join("L")}`,
+          d: `M${run.map(({ at, values }) => `${this.x(at).toFixed(1)} ${y(values[place]).toFixed(1)}`).join("L")}${run.length === 1 ? "h0" : ""}`,
         }),
       ),
     );

@@ -45,21 +45,23 @@ function state(word, kind) {
   $("status").dataset.state = kind;
 }
 
-const REMEDIES = {
-  401: [(error) => error.message, "Enter keys"],
-  403: [(error) => error.message],
-  429: [() => "The server answers fewer questions for now."],
-};
+const WANTED = { "api-key": "This server asks for an API key.", "admin-key": "The admin key is needed to look inside and to abort." };
 
 function trouble(error, field) {
   const box = $("trouble");
-  const [words, action] = REMEDIES[error?.status] ?? [() => error.message];
-  const said = error ? words(error) : "";
+  const locked = error?.status === 401;
+  const message = error?.message ?? "";
+  const said = locked ? WANTED[field] : message && `${message[0].toUpperCase()}${message.slice(1)}.`;
   box.hidden = !error;
   if (box.dataset.said === said) return;
   box.dataset.said = said;
-  const button = action ? [el("button", { type: "button", class: "small", onclick: () => openKeys(field) }, action)] : [];
+  const button = locked ? [el("button", { type: "button", class: "small", onclick: () => openKeys(field) }, "Enter keys")] : [];
   box.replaceChildren(el("span", {}, said), ...button);
+}
+
+// Without what it shows, a view would be an empty frame.
+function lock(is) {
+  for (const view of ["cache", "requests"]) $(`view-${view}`).classList.toggle("locked", is);
 }
 
 async function look() {
@@ -86,9 +88,11 @@ async function look() {
       });
       if (mine !== round) return;
       wrong = null;
+      lock(false);
       inside(found);
     } catch (error) {
       wrong = [error, "admin-key"];
+      if (error.status === 401 || error.status === 403) lock(true);
     }
   }
   if (mine === round) trouble(...(wrong ?? [null]));
@@ -163,6 +167,7 @@ $("theme").addEventListener("click", () => {
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => pages.draw());
 
+lock(true);
 paint(theme());
 addEventListener("hashchange", route);
 route();

@@ -39,7 +39,7 @@ const CHARTS = [
     series: [
       { name: "generated", color: "s1", at: rate(GENERATED) },
       { name: "prompt", color: "s2", at: rate(rows("prefill")) },
-      { name: "from cache", color: "s3", dashed: true, at: rate(HITS) },
+      { name: "cached", color: "s3", dashed: true, at: rate(HITS) },
     ],
   },
   {
@@ -97,7 +97,7 @@ const CHARTS = [
     most: 1,
     format: percent,
     series: [
-      { name: "decode steps", color: "s1", at: busy("decode") },
+      { name: "decode", color: "s1", at: busy("decode") },
       { name: "mixed", color: "s4", at: busy("mixed") },
       { name: "prefill", color: "s2", at: busy("prefill") },
     ],
