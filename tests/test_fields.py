@@ -41,7 +41,17 @@ def test_odd_bad_words() -> None:  # A-026
     for word in (" ", "\t", "\n", "\u0007", "  ", "漢", "🦜"):
         complete(ENGINE, bad_words=[word])
         assert BPE.encode(word) in ENGINE.requests[-1].banned
-    for words in ([""], [[]], [None], "word", [f"w{place}" for place in range(5000)], ["a" * 65], {"a": 1}, [5]):
+    for words in (
+        [""],
+        [[]],
+        [None],
+        "word",
+        [f"w{place}" for place in range(5000)],
+        ["a" * 65],
+        ["a" * 64] * 65,
+        {"a": 1},
+        [5],
+    ):
         for path, body in ((PLAIN, {"prompt": "x"}), (CHAT, {"messages": HI})):
             assert refused({**body, "bad_words": words}, path=path)["param"] == "bad_words"
     for nothing in ([], None):

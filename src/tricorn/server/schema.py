@@ -32,6 +32,7 @@ MAX_MESSAGES = 4096
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_BAD_WORD_CHARACTERS = 64
+MAX_BAD_CHARACTERS = 4096
 MAX_DOCUMENTS = 256
 MAX_TOKENS = 2**31 - 1
 
@@ -278,6 +279,8 @@ def _params(body: Sampling, max_tokens: int | None, logprobs: int | None) -> Sam
         raise HttpError(400, "stream_options needs stream to be true", "stream_options", "invalid_value")
     if reports_continuously(body) and not body.stream_options.include_usage:  # type: ignore[union-attr]
         raise HttpError(400, "continuous_usage_stats needs include_usage to be true", "stream_options", "invalid_value")
+    if sum(map(len, body.bad_words or ())) > MAX_BAD_CHARACTERS:
+        raise HttpError(400, f"bad_words has more than {MAX_BAD_CHARACTERS} characters", "bad_words", "invalid_value")
     if body.truncate_prompt_tokens == 0:
         message = "truncate_prompt_tokens must be -1, or 1 and more"
         raise HttpError(400, message, "truncate_prompt_tokens", "invalid_value")
