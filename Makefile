@@ -7,7 +7,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 NATIVE := $(wildcard native/*) CMakeLists.txt pyproject.toml
 
-.PHONY: help setup serve test lint types format sanitize parity quality bench drill show docs clean
+.PHONY: help setup serve test lint types format sanitize parity quality bench drill show console docs clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -52,6 +52,11 @@ format: .venv/.developer  ## put everything into its format
 	@$(BIN)/ruff check --fix src tests
 	@$(BIN)/ruff format src tests
 	@$(BIN)/clang-format -i native/*.hpp native/*.cpp
+
+console: .venv/.developer  ## the console in a real browser; pictures of it in build/console
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { echo "no browser found: apt install chromium chromium-driver" >&2; exit 1; }
+	@$(BIN)/tricorn pull smollm2-135m
+	@$(BIN)/python -m pytest tests/test_console.py tests/test_console_browser.py
 
 sanitize: .venv/.developer  ## the native tests under the address and undefined-behaviour sanitizers
 	@tests/sanitize.sh

@@ -258,6 +258,7 @@ def test_charts_are_drawn(browser: Browser, server: Served) -> None:
     for client in clients:
         client.join(60)
     time.sleep(2.5)
+    browser.picture("load")
     said = browser.script("return document.querySelector('.chart svg').getAttribute('aria-label')")
     assert said.startswith("Throughput, now: generated ")
     assert float(browser.text("vitals").split("Tokens/s")[1].split("Running")[0].replace(",", "")) >= 0
@@ -269,7 +270,6 @@ def test_charts_are_drawn(browser: Browser, server: Served) -> None:
     assert ", now:" in browser.script("return document.querySelector('.chart svg').getAttribute('aria-label')")
     browser.script("document.querySelector('[name=span][value=\"300\"]').click()")
     assert "5 min ago" in browser.script("return document.querySelector('.chart svg').textContent")
-    browser.picture("load")
 
 
 # --- cache
