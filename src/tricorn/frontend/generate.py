@@ -113,8 +113,8 @@ class EngineClient(Protocol):
 
     async def stats(self) -> EngineStats: ...
 
-    async def state(self) -> dict[str, Any]:
-        """What is going on, for people. Raises TricornError."""
+    async def state(self, *, tree: bool = False) -> dict[str, Any]:
+        """What is going on, for people; with `tree`, the cached prefixes too. Raises TricornError."""
         ...
 
     def close(self) -> None: ...
