@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -504,10 +505,18 @@ def test_motion_can_be_turned_off(browser: Browser, server: Served) -> None:
     assert browser.script(moving) > 0
 
 
-def test_it_says_when_the_server_is_gone(browser: Browser, engine_for: Callable[..., Any]) -> None:
-    browser.expected = ("net::ERR_CONNECTION_REFUSED", "net::ERR_CONNECTION_RESET", "net::ERR_EMPTY_RESPONSE", "503")
+def test_it_says_when_the_engine_or_the_server_is_gone(browser: Browser, engine_for: Callable[..., Any]) -> None:
+    browser.expected = ("503", "net::ERR_CONNECTION_REFUSED", "net::ERR_CONNECTION_RESET", "net::ERR_EMPTY_RESPONSE")
     with served(engine_for("llama")[1].path) as server:
         browser.open(server.url)
         assert browser.text("status") == "ready"
+        os.kill(server.engine_pid, signal.SIGSTOP)  # it is found out, and replaced, after some seconds
+        seen = set()
+
+        def replaced() -> bool:
+            seen.add(browser.text("status"))
+            return "restarting" in seen and browser.text("status") == "ready"
+
+        browser.until(replaced)
     browser.until(lambda: browser.text("status") == "no connection")
     browser.until(lambda: "cannot be reached" in browser.text("trouble"))

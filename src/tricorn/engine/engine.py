@@ -34,7 +34,7 @@ CLOSE_SECONDS = 5.0
 
 SHOWN_PAGES = 65_536
 SHOWN_RUNS = 2000
-SHOWN_NODES = 16_384
+SHOWN_NODES = 8192
 """How much of the pool and the tree `state` shows: pages, and runs out of so many nodes."""
 
 

@@ -52,6 +52,16 @@ async function said(answer) {
   }
 }
 
+// "ready", or why not. Open to anybody.
+export async function readiness(signal) {
+  try {
+    const answer = await fetch("ready", { signal, cache: "no-store", credentials: "omit" });
+    return (await answer.json()).status ?? "unknown";
+  } catch {
+    return "no connection";
+  }
+}
+
 export const text = async (path, options) => (await ask(path, options)).text();
 export const json = async (path, options) => (await ask(path, options)).json();
 

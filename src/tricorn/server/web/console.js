@@ -1,6 +1,6 @@
 // The page as a whole: which view is shown, what is asked of the server and when, keys and colours.
 
-import { keys, json, text } from "./api.js";
+import { keys, json, readiness, text } from "./api.js";
 import { Chat } from "./chat.js";
 import { $, el } from "./dom.js";
 import { Load } from "./load.js";
@@ -12,6 +12,7 @@ import { Tree } from "./tree.js";
 const VIEWS = ["chat", "load", "cache", "requests"];
 const EVERY_MS = 1000;
 const PATIENCE_MS = 5000;
+const TREE_EVERY = 2; // rounds: the engine takes some milliseconds to tell its tree
 
 const history = new History();
 const load = new Load(history);
@@ -21,6 +22,7 @@ const tree = new Tree();
 const requests = new Requests();
 let current = "chat";
 let round = 0;
+let refused = null; // what the server said when it was last asked what is inside
 
 // Views
 
@@ -64,42 +66,41 @@ function lock(is) {
   for (const view of ["cache", "requests"]) $(`view-${view}`).classList.toggle("locked", is);
 }
 
-async function look() {
+async function look(deep = true) {
   const mine = ++round;
   let wrong = null;
+  const ready = await readiness(AbortSignal.timeout(PATIENCE_MS));
   try {
     history.add(performance.now() / 1000, await text("metrics", { signal: AbortSignal.timeout(PATIENCE_MS) }));
     load.head();
     load.draw();
-    state("ready", "ready");
     if (!$("model").options.length) served(await chat.models());
   } catch (error) {
     wrong = [error, "api-key"];
-    if (error.status === 0) state("no connection", "trouble");
-    else if (error.status === 503) state("starting", "waiting");
-    else if (error.status === 401) state("locked", "waiting");
-    else state("trouble", "trouble");
   }
-  if ((current === "cache" || current === "requests") && !(wrong && wrong[0].status === 0)) {
+  if (ready === "no connection") state(ready, "trouble");
+  else if (ready === "ready" && wrong?.[0].status === 401) state("locked", "waiting");
+  else state(ready, ready === "ready" ? "ready" : "waiting");
+  const within = current === "cache" || current === "requests";
+  if (within && deep && wrong?.[0].status !== 0) {
+    refused = null;
     try {
       const found = await json(current === "cache" ? "debug/state?tree=1" : "debug/state", {
         admin: true,
         signal: AbortSignal.timeout(PATIENCE_MS),
       });
       if (mine !== round) return;
-      wrong = null;
       lock(false);
       inside(found);
     } catch (error) {
-      wrong = [error, "admin-key"];
+      refused = [error, "admin-key"];
       if (error.status === 401 || error.status === 403) lock(true);
     }
   }
-  if (mine === round) trouble(...(wrong ?? [null]));
+  if (mine === round) trouble(...(wrong ?? (within ? refused : null) ?? [null]));
 }
 
 function inside(found) {
-  if (found.server.status !== "ready") state(found.server.status, "waiting");
   if (current === "requests") requests.show(found);
   if (current === "cache" && found.engine?.tree) {
     pages.show(found.engine.pages);
@@ -116,7 +117,7 @@ function served(models) {
 async function keepLooking() {
   for (;;) {
     await new Promise((resolve) => setTimeout(resolve, EVERY_MS));
-    if (!document.hidden) await look();
+    if (!document.hidden) await look(current !== "cache" || round % TREE_EVERY === 0);
   }
 }
 
