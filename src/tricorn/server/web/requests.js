@@ -22,7 +22,7 @@ function update(table, found, key, make) {
 }
 
 function row(columns, ...more) {
-  const cells = columns.map(([label, kind]) => el("td", { class: kind, "data-label": label }));
+  const cells = columns.map(([label, kind]) => el("td", { class: kind, "data-label": label || undefined }));
   const node = el("tr", {}, ...cells, ...more);
   node.fill = (each) => columns.forEach(([, , text], place) => {
     const said = text(each);
