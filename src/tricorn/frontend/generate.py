@@ -25,12 +25,16 @@ import msgspec
 
 from tricorn.engine.messages import EngineInfo, EngineStats, Status
 from tricorn.frontend.errors import BadRequest, EngineFailure
+from tricorn.frontend.parsers import plain
 from tricorn.frontend.stop import StopMatcher
 from tricorn.frontend.template import ChatTemplate, Message, check_text, normalize
 from tricorn.frontend.tokenizer import Detokenizer, Tokenizer
+from tricorn.frontend.tools import Tools, check
+from tricorn.frontend.turn import Manner, Turn
 from tricorn.frontend.workers import Job, Threads, Workers
 from tricorn.request import (
     MAX_BAD_WORDS,
+    Constraint,
     FinishReason,
     Output,
     Request,
@@ -130,11 +134,13 @@ def load_text(file: EngineFile) -> tuple[Tokenizer, ChatTemplate | None]:
 
 class Assembler:
     """Turns the outputs of one sequence into deltas. Pure: the same outputs give the same text, however they are cut
-    up.
+    up. Tokens that are `visible` show, though markers.
     """
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, index: int = 0) -> None:
-        self._detokenizer = Detokenizer(tokenizer, skip_special=params.skip_special_tokens)
+    def __init__(
+        self, tokenizer: Tokenizer, params: SamplingParams, index: int = 0, visible: frozenset[int] = frozenset()
+    ) -> None:
+        self._detokenizer = Detokenizer(tokenizer, skip_special=params.skip_special_tokens, visible=visible)
         self._stops = StopMatcher(params.stop) if params.stop else None
         self._params = params
         self._index = index
@@ -242,6 +248,7 @@ class Frontend:
         self.vocab = client.info.vocab
         self._workers = workers or Threads(tokenizer, template)
         self._spell = lru_cache(1024)(tokenizer.spellings)
+        self._manner = None if template is None else Manner(template.source, tokenizer)
 
     # --- prompts
 
@@ -253,16 +260,43 @@ class Frontend:
         return await self._workers.encode(Job("plain", arguments))
 
     async def encode_chat(
-        self, messages: list[Message], options: dict[str, Any] | None = None, *, continuation: str = ""
+        self,
+        messages: list[Message],
+        options: dict[str, Any] | None = None,
+        *,
+        tools: Tools | None = None,
+        continuation: str = "",
     ) -> list[int]:
         """The ids of a conversation with the assistant's turn opened, and begun with `continuation`. `options` are
-        further template variables."""
-        if self.template is None:
+        further template variables. Raises BadRequest."""
+        if self.template is None or self._manner is None:
             raise BadRequest("this model has no chat template: use /v1/completions", "messages", "no_chat_template")
         messages = normalize(messages)
-        limit = CHARACTERS_PER_TOKEN * self.context
-        arguments = {"messages": messages, "options": options, "limit": limit, "continuation": continuation}
+        shown = None if tools is None else [tool.shown for tool in check(tools).offered]
+        if not self._manner.form.taught:
+            messages, shown = plain.explained(messages, tools), None
+        arguments = {
+            "messages": messages,
+            "options": options,
+            "tools": shown,
+            "limit": CHARACTERS_PER_TOKEN * self.context,
+            "continuation": continuation,
+        }
         return await self._workers.encode(Job("chat", arguments))
+
+    async def begin(
+        self,
+        messages: list[Message],
+        options: dict[str, Any] | None = None,
+        *,
+        tools: Tools | None = None,
+        constraint: Constraint | None = None,
+        continuation: str = "",
+    ) -> tuple[list[int], Turn]:
+        """The same ids, and the turn that follows: what binds it, and how to read it. Raises BadRequest."""
+        ids = await self.encode_chat(messages, options, tools=tools, continuation=continuation)
+        assert self._manner is not None
+        return ids, self._manner.turn(ids, tools, constraint, continuation)
 
     # --- generation
 
@@ -321,7 +355,12 @@ class Frontend:
             raise BadRequest(f"{name}[{place}] is {id}, outside this model's ids 0 to {self.vocab - 1}", name)
 
     def generate(
-        self, prompts: Sequence[list[int]], params: SamplingParams, *, service: Service = Service()
+        self,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        *,
+        service: Service = Service(),
+        visible: frozenset[int] = frozenset(),
     ) -> AsyncGenerator[Delta, None]:
         """Runs every prompt `params.n` times; choice i of prompt p has index p * n + i.
 
@@ -332,16 +371,22 @@ class Frontend:
         checked = [self.check(prompt, params) for prompt in prompts]
         seed = secrets.randbits(64) if params.seed is None else params.seed & MASK64
         streams = [
-            self._sequence(prompt, own, derive_seed(seed, choice), place * params.n + choice, service)
+            self._sequence(prompt, own, derive_seed(seed, choice), place * params.n + choice, service, visible)
             for place, (prompt, own) in enumerate(zip(prompts, checked, strict=True))
             for choice in range(params.n)
         ]
         return streams[0] if len(streams) == 1 else _merge(streams)
 
     async def _sequence(
-        self, prompt: list[int], params: SamplingParams, seed: int, index: int, service: Service
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        seed: int,
+        index: int,
+        service: Service,
+        visible: frozenset[int],
     ) -> AsyncGenerator[Delta, None]:
-        assembler = Assembler(self.tokenizer, params, index)
+        assembler = Assembler(self.tokenizer, params, index, visible)
         if params.max_tokens == 0 and params.prompt_logprobs is None:
             yield assembler.push(Output(id="", token_ids=[], finish_reason="length"))  # type: ignore[misc]
             return

@@ -54,7 +54,14 @@ class ChatTemplate:
             for name, id in (("bos_token", tokenizer.bos_id), ("eos_token", eos_id))
         }
 
-    def render(self, messages: list[Message], options: dict[str, Any] | None = None, *, generate: bool = True) -> str:
+    def render(
+        self,
+        messages: list[Message],
+        options: dict[str, Any] | None = None,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        generate: bool = True,
+    ) -> str:
         """The prompt's text. `messages` as `normalize` gives them; `generate` opens the assistant's turn.
 
         Raises BadRequest when the template refuses the messages.
@@ -63,7 +70,7 @@ class ChatTemplate:
             **(options or {}),
             **self._tokens,
             "messages": messages,
-            "tools": None,
+            "tools": tools,
             "add_generation_prompt": generate,
         }
         try:
@@ -78,6 +85,7 @@ class ChatTemplate:
         messages: list[Message],
         options: dict[str, Any] | None = None,
         *,
+        tools: list[dict[str, Any]] | None = None,
         limit: int | None = None,
         continuation: str = "",
     ) -> list[int]:
@@ -87,7 +95,8 @@ class ChatTemplate:
         No BOS is added: a template writes its own. Raises BadRequest for a text above `limit` characters.
         """
         shielded = [_shield(message, self._tokenizer) for message in messages]
-        text = self.render(shielded, _shield(options or {}, self._tokenizer)) + self._tokenizer.shield(continuation)
+        variables, offered = _shield(options or {}, self._tokenizer), _shield(tools, self._tokenizer)
+        text = self.render(shielded, variables, tools=offered) + self._tokenizer.shield(continuation)
         check_text(text, limit)
         return self._tokenizer.encode_shielded(text)
 
@@ -110,8 +119,8 @@ def normalize(messages: list[Message]) -> list[Message]:
     """Messages of the OpenAI API in the form that templates expect.
 
     Text parts are joined with a newline; a missing or null content becomes ""; the role "developer" is "system"; an
-    empty list of tool calls goes away; arguments of tool calls become objects. Raises BadRequest naming the message's
-    index.
+    empty list of tool calls goes away; arguments of tool calls become objects; a thought is the `reasoning_content`.
+    Raises BadRequest naming the message's index.
     """
     if not messages:
         raise BadRequest("messages must hold at least one message", "messages")
@@ -126,6 +135,8 @@ def _normalize(message: Message, place: str) -> Message:
     if not isinstance(role, str) or role not in ROLES:
         raise BadRequest(f"{place}.role must be one of system, developer, user, assistant, tool", f"{place}.role")
     result = {key: value for key, value in message.items() if value is not None}
+    if "reasoning" in result:
+        result.setdefault("reasoning_content", result.pop("reasoning"))
     calls = result.pop("tool_calls", None)
     if not isinstance(calls, list | None):
         raise BadRequest(f"{place}.tool_calls must be a list", f"{place}.tool_calls")

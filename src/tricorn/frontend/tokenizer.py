@@ -18,7 +18,7 @@ import codecs
 import re
 import secrets
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cached_property
 from typing import Any
 
@@ -143,13 +143,19 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Turns ids into text one at a time; text comes as soon as its characters are complete."""
+    """Turns ids into text one at a time; text comes as soon as its characters are complete. Markers do not show, but
+    for those that are `visible`, or all without `skip_special`.
+    """
 
     __slots__ = ("_decode", "_skip", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special: bool = True, visible: frozenset[int] = frozenset()
+    ) -> None:
         self._tokenizer = tokenizer
-        self._skip = tokenizer.special if skip_special else {}
+        self._skip: Collection[int] = tokenizer.special if skip_special else ()
+        if visible:
+            self._skip = frozenset(self._skip) - visible
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def push(self, id: int) -> str:

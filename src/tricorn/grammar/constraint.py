@@ -27,4 +27,5 @@ def content_key(constraint: Constraint) -> str:
     if constraint.kind in ("json_schema", "choice", "structural_tag"):
         with suppress(msgspec.MsgspecError, RecursionError):  # not JSON: refused when it is compiled
             source = msgspec.json.encode(msgspec.json.decode(source)).decode()
-    return hashlib.blake2b(f"{constraint.kind}\0{source}".encode(errors="surrogatepass"), digest_size=16).hexdigest()
+    head = f"{constraint.kind}\0{constraint.thought}"
+    return hashlib.blake2b(f"{head}\0{source}".encode(errors="surrogatepass"), digest_size=16).hexdigest()

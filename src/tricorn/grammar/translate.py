@@ -9,7 +9,7 @@ from typing import Any
 from tricorn.grammar import gbnf, lark, patterns, tags
 from tricorn.grammar.constraint import ConstraintError
 from tricorn.grammar.schema import normalize
-from tricorn.request import Constraint
+from tricorn.request import Constraint, Thought
 
 WHITESPACE = r"[ \t]{1,2}|\r?\n[ \t]{0,32}"
 """Between two tokens of JSON: up to two blanks, or a new line and its indentation. None before or after the value."""
@@ -26,22 +26,42 @@ def to_grammar(constraint: Constraint) -> str:
     """The grammar that `llguidance` compiles. Raises ConstraintError naming what cannot be enforced."""
     if len(constraint.source) > MOST_SOURCE:
         raise ConstraintError(f"larger than {MOST_SOURCE} characters")
+    answer = {"lark_grammar": _answer(constraint)}
+    if constraint.thought is None:
+        return json.dumps({"grammars": [answer]})
+    return json.dumps({"grammars": [{"lark_grammar": _thoughtful(constraint.thought)}, {"name": "answer", **answer}]})
+
+
+def _answer(constraint: Constraint) -> str:
     match constraint.kind:
         case "json_schema":
-            return _grammars(f"start: %json {json_text(lark.decode_json(constraint.source))}\n")
+            return f"start: %json {json_text(lark.decode_json(constraint.source))}\n"
         case "json_object":
-            return _grammars(f"start: %json {json_text({'type': 'object'})}\n")
+            return f"start: %json {json_text({'type': 'object'})}\n"
         case "regex":
-            return _grammars(f"start: SENTENCE\nSENTENCE: /{slashes(constraint.source)}/\n")
+            return f"start: SENTENCE\nSENTENCE: /{slashes(constraint.source)}/\n"
         case "choice":
-            return _grammars(f"start: SENTENCE\nSENTENCE: /{_choice(lark.decode_json(constraint.source))}/\n")
+            return f"start: SENTENCE\nSENTENCE: /{_choice(lark.decode_json(constraint.source))}/\n"
         case "lark":
-            return _grammars(lark.prepare(constraint.source, lambda text: json_text(lark.decode_json(text))))
+            return lark.prepare(constraint.source, lambda text: json_text(lark.decode_json(text)))
         case "gbnf":
-            return _grammars(gbnf.to_lark(constraint.source))
+            return gbnf.to_lark(constraint.source)
         case "structural_tag":
-            return _grammars(tags.to_lark(lark.decode_json(constraint.source), json_text, slashes))
+            thought = constraint.thought
+            first = thought.begin if thought and not thought.open and isinstance(thought.begin, str) else ""
+            return tags.to_lark(lark.decode_json(constraint.source), json_text, slashes, first)
     raise ConstraintError(f"unknown kind {constraint.kind!r}")
+
+
+def _thoughtful(thought: Thought) -> str:
+    """Free text up to the end marker and the blanks behind it, then the grammar named "answer"."""
+    if isinstance(thought.end, int):
+        rule = f"thought: /{tags.ANY}/ <[{thought.end}]> gap"
+    else:
+        rule = f"thought: inner gap\ninner[lazy]: /{tags.ANY}{gbnf.literal(thought.end)}/"
+    begin = f"<[{thought.begin}]>" if isinstance(thought.begin, int) else f"/{gbnf.literal(thought.begin)}/"
+    start = "thought @answer" if thought.open else f"({begin} thought)? @answer"
+    return f"start: {start}\n{rule}\ngap: /[ \\t\\r\\n]*/\n"
 
 
 def json_text(schema: Any, path: str = "#") -> str:
@@ -56,10 +76,6 @@ def json_text(schema: Any, path: str = "#") -> str:
     if normal is False:
         raise ConstraintError("no value satisfies the schema", path)
     return json.dumps({"x-guidance": OPTIONS, **(normal if isinstance(normal, dict) else {})}, ensure_ascii=False)
-
-
-def _grammars(text: str) -> str:
-    return json.dumps({"grammars": [{"lark_grammar": text}]})
 
 
 def slashes(pattern: str) -> str:
