@@ -150,7 +150,7 @@ def test_the_model_is_shown(client: ollama.Client, server: Served) -> None:
     assert [model.model for model in client.ps().models] == ["small"]
     assert client.ps().models[0].context_length > 0
     shown = client.show("small:latest")
-    assert shown.capabilities == ["completion"]
+    assert shown.capabilities == ["completion", "tools"]
     assert shown.modelinfo["general.context_length"] == client.ps().models[0].context_length
     assert shown.template
     assert httpx.get(f"{server.url}/api/version").json()["version"]
@@ -165,7 +165,7 @@ def test_the_model_is_shown(client: ollama.Client, server: Served) -> None:
         ({"format": "xml"}, "format"),
         ({"options": {"guided_regex": "x"}}, "options.guided_regex"),
         ({"template": "{{ .Prompt }}"}, "template"),
-        ({"think": True}, "think"),
+        ({"think": "much"}, "think"),
         ({"options": {"temperature": -1}}, "options.temperature"),
         ({"options": {"num_predict": "x"}}, "options.num_predict"),
         ({"options": {"max_tokens": 5}}, "options.max_tokens"),

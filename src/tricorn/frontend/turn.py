@@ -97,13 +97,16 @@ def _tagged(format: Format) -> Constraint:
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn that is to be generated under `constraint`, the tokens `visible` shown in its text."""
+    """A turn that is to be generated under `constraint`, the tokens `visible` shown in its text. The thoughts of a
+    `silent` one are left out.
+    """
 
     constraint: Constraint | None
     visible: frozenset[int]
     form: Form | None
     thoughts: Markers | None
     opened: bool
+    silent: bool = False
 
     def reader(self) -> TurnReader:
         """For one choice."""
@@ -114,6 +117,7 @@ class TurnReader:
     """Takes the text of one choice apart as it comes."""
 
     def __init__(self, turn: Turn) -> None:
+        self._silent = turn.silent
         self._thoughts = None if turn.thoughts is None else ThoughtReader(turn.thoughts, open=turn.opened)
         self._calls = None if turn.form is None else CallReader(turn.form, lambda: _call_id(turn.form))
 
@@ -126,7 +130,7 @@ class TurnReader:
         if self._calls is not None:
             words, calls = self._calls.push(words, last=last)
         called = delta.finish_reason == "stop" and self._calls is not None and self._calls.count > 0
-        return Piece(thought, words, calls, "tool_calls" if called else delta.finish_reason)
+        return Piece("" if self._silent else thought, words, calls, "tool_calls" if called else delta.finish_reason)
 
 
 def _call_id(form: Form | None) -> str:

@@ -10,6 +10,8 @@ POST /v1/messages/count_tokens     how many tokens a prompt would have
 from __future__ import annotations
 
 import secrets
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -18,6 +20,9 @@ from msgspec import Meta
 from tricorn.engine.gate import Ticket
 from tricorn.frontend.generate import Delta, join
 from tricorn.frontend.template import PART_JOINER
+from tricorn.frontend.tools import MOST_TOOLS, Tools
+from tricorn.frontend.tools import Tool as FrontendTool
+from tricorn.frontend.turn import Piece
 from tricorn.request import SamplingParams, Service
 from tricorn.server import schema
 from tricorn.server.bodies import Refusals, check_form, decode
@@ -26,6 +31,7 @@ from tricorn.server.errors import HttpError, too_late
 from tricorn.server.exchange import EVENTS, Dialect, Exchange, event
 from tricorn.server.generation import Generations, service_of, unserved
 from tricorn.server.routes import Operation, Routes
+from tricorn.server.tools import whole_calls
 
 Fields = dict[str, Any]
 
@@ -96,6 +102,30 @@ class Format(msgspec.Struct, frozen=True):
     schema: Fields
 
 
+class Tool(msgspec.Struct, frozen=True):
+    """A tool of the client's own; those of Anthropic's servers are not here."""
+
+    name: str
+    description: str | None = None
+    input_schema: Fields | None = None
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """Whether a tool must be used, and which."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thoughts(msgspec.Struct, frozen=True):
+    """Whether thoughts are wanted. A budget beside it changes nothing: they are as long as the model makes them."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+
+
 class OutputConfig(msgspec.Struct, frozen=True):
     """How the answer is to be; an effort beside it changes nothing."""
 
@@ -108,6 +138,36 @@ class Prompt(msgspec.Struct, frozen=True):
     model: Annotated[str, Meta(max_length=512)]
     messages: Annotated[list[Message], Meta(min_length=1, max_length=schema.MAX_MESSAGES)]
     system: str | list[Text] | None = None
+    tools: Annotated[list[Tool], Meta(max_length=MOST_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thoughts | None = None
+
+    @property
+    def thinks(self) -> bool:
+        """Whether thoughts are wanted."""
+        return self.thinking is not None and self.thinking.type != "disabled"
+
+    @property
+    def offered(self) -> Tools | None:
+        """Raises HttpError 400."""
+        choice = self.tool_choice or ToolChoice("auto")
+        if not self.tools:
+            if choice.type in ("any", "tool"):
+                raise HttpError(400, "tool_choice needs tools", "tool_choice")
+            return None
+        if choice.type == "none":
+            return None
+        if (choice.type == "tool") != (choice.name is not None):
+            raise HttpError(400, "tool_choice: a name goes with the type tool, and only with it", "tool_choice")
+        return Tools(
+            tuple(
+                FrontendTool(tool.name, tool.description or "", tool.input_schema or {}, bool(tool.strict))
+                for tool in self.tools
+            ),
+            "auto" if choice.type == "auto" else "required",
+            None if choice.name is None else frozenset([choice.name]),
+            not choice.disable_parallel_tool_use,
+        )
 
 
 class Ask(Prompt, frozen=True, kw_only=True):
@@ -142,9 +202,6 @@ REFUSED: Refusals = {
     "mcp_servers": ([],),
     "output_format": (),
     "speed": ("standard",),
-    "thinking": ({"type": "disabled"},),
-    "tool_choice": ({"type": "none"}, {"type": "auto"}),
-    "tools": ([],),
 }
 
 _ask = msgspec.json.Decoder(Ask)
@@ -214,34 +271,63 @@ class Answer:
         self._prompt_tokens = prompt_tokens
         self._limited = params.max_tokens <= context - prompt_tokens
         self._cached: int | None = None  # None: nothing has come yet
-        self._open = False  # whether the block of text is
+        self._open: tuple[str, int] | None = None  # the block that is: its kind, and which of the calls
+        self._blocks = 0
 
-    def whole(self, delta: Delta) -> Fields:
+    def whole(self, delta: Delta, piece: Piece) -> Fields:
+        """Raises HttpError 408."""
         self._cached = delta.cached_tokens
-        content = [{"type": "text", "text": delta.text}] if delta.text else []
-        return {**self._head(content, delta.completion_tokens), **self._reason(delta)}
+        content: list[Fields] = []
+        if piece.thought:
+            content.append({"type": "thinking", "thinking": piece.thought, "signature": ""})
+        if piece.words:
+            content.append({"type": "text", "text": piece.words})
+        cut = piece.finish_reason != "tool_calls"  # the last call may be in pieces: it is none
+        for call in whole_calls(piece):
+            with suppress(msgspec.DecodeError) if cut else nullcontext():
+                given = msgspec.json.decode(call.arguments)
+                content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
+        return {**self._head(content, delta.completion_tokens), **self._reason(delta, piece)}
 
-    def events(self, delta: Delta) -> list[Fields]:
-        """What this delta adds to a stream."""
+    def events(self, delta: Delta, piece: Piece) -> list[Fields]:
+        """What this delta adds to a stream. Raises HttpError 408."""
         events: list[Fields] = []
         if self._cached is None:
             self._cached = delta.cached_tokens
             head = {**self._head([], 0), "stop_reason": None, "stop_sequence": None}
             events += {"type": "message_start", "message": head}, {"type": "ping"}
-        if delta.text:
-            if not self._open:
-                self._open = True
-                block = {"type": "text", "text": ""}
-                events.append({"type": "content_block_start", "index": 0, "content_block": block})
-            text = {"type": "text_delta", "text": delta.text}
-            events.append({"type": "content_block_delta", "index": 0, "delta": text})
+        if piece.thought:
+            block: Fields = {"type": "thinking", "thinking": "", "signature": ""}
+            events += self._grow(("thinking", 0), block, {"type": "thinking_delta", "thinking": piece.thought})
+        if piece.words:
+            text = {"type": "text_delta", "text": piece.words}
+            events += self._grow(("text", 0), {"type": "text", "text": ""}, text)
+        for call in whole_calls(piece):
+            block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+            json = {"type": "input_json_delta", "partial_json": call.arguments}
+            events += self._grow(("tool_use", call.index), block, json)
         if delta.finish_reason is not None:
-            if self._open:
-                events.append({"type": "content_block_stop", "index": 0})
+            events += self._close()
             usage = self._usage(delta.completion_tokens)
-            events.append({"type": "message_delta", "delta": self._reason(delta), "usage": usage})
+            events.append({"type": "message_delta", "delta": self._reason(delta, piece), "usage": usage})
             events.append({"type": "message_stop"})
         return events
+
+    def _grow(self, kind: tuple[str, int], block: Fields, more: Fields) -> list[Fields]:
+        """Adds to the open block, or closes it and opens another when it is not of this kind."""
+        events: list[Fields] = []
+        if self._open != kind:
+            events += self._close()
+            self._open = kind
+            events.append({"type": "content_block_start", "index": self._blocks, "content_block": block})
+        return [*events, {"type": "content_block_delta", "index": self._blocks, "delta": more}]
+
+    def _close(self) -> list[Fields]:
+        if self._open is None:
+            return []
+        self._open = None
+        self._blocks += 1
+        return [{"type": "content_block_stop", "index": self._blocks - 1}]
 
     def _head(self, content: list[Fields], output_tokens: int) -> Fields:
         return {
@@ -262,13 +348,15 @@ class Answer:
             "output_tokens": output_tokens,
         }
 
-    def _reason(self, delta: Delta) -> Fields:
+    def _reason(self, delta: Delta, piece: Piece) -> Fields:
         """Raises HttpError 408 when the request's time is over: there is no word for it."""
         if delta.finish_reason == "timeout":
             raise HttpError(408, "the request's time is over", code="request_timeout")
         if delta.finish_reason == "length":
             reason = "max_tokens" if self._limited else "model_context_window_exceeded"
             return {"stop_reason": reason, "stop_sequence": None}
+        if piece.finish_reason == "tool_calls":
+            return {"stop_reason": "tool_use", "stop_sequence": None}
         stop = delta.stop_reason if isinstance(delta.stop_reason, str) else None
         return {"stop_reason": "end_turn" if stop is None else "stop_sequence", "stop_sequence": stop}
 
@@ -297,20 +385,25 @@ class Anthropic:
             await self._work.perform(exchange, self._answer(exchange, ticket, ask, service), service.deadline)
 
     async def _answer(self, exchange: Exchange, ticket: Ticket, ask: Ask, service: Service) -> None:
-        ids = await self._encode(ask)
+        messages, begun = conversation(ask)
         params = ask.params
+        ids, turn = await self._frontend.begin(
+            messages, _variables(ask), tools=ask.offered, constraint=params.constraint, continuation=begun
+        )
+        params = msgspec.structs.replace(params, constraint=turn.constraint)
+        reader = replace(turn, silent=not ask.thinks).reader()
         answer = Answer(self._work.name, len(ids), params, self._frontend.context)
-        async with self._work.run(exchange, ticket, [ids], params, service, answer.id) as deltas:
+        async with self._work.run(exchange, ticket, [ids], params, service, answer.id, turn.visible) as deltas:
             if not ask.stream:
                 delta = join([delta async for delta in deltas])
                 if unserved(delta):
                     raise too_late()
-                await exchange.answer_json(answer.whole(delta))
+                await exchange.answer_json(answer.whole(delta, reader.push(delta)))
                 return
             async for delta in deltas:
                 if unserved(delta):
                     raise too_late()
-                await exchange.events(*answer.events(delta))
+                await exchange.events(*answer.events(delta, reader.push(delta)))
             await exchange.end_events(b"")
 
     async def count_tokens(self, exchange: Exchange) -> None:
@@ -319,8 +412,11 @@ class Anthropic:
         check_form(body, REFUSED)
         prompt = decode(_prompt, body)
         self._work.check_model(prompt.model)
-        await exchange.answer_json({"input_tokens": len(await self._encode(prompt))})
-
-    async def _encode(self, prompt: Prompt) -> list[int]:
         messages, begun = conversation(prompt)
-        return await self._frontend.encode_chat(messages, continuation=begun)
+        ids = await self._frontend.encode_chat(messages, _variables(prompt), tools=prompt.offered, continuation=begun)
+        await exchange.answer_json({"input_tokens": len(ids)})
+
+
+def _variables(prompt: Prompt) -> Fields:
+    """What a chat template of a model that can think goes by; others have no use for it."""
+    return {} if prompt.thinking is None else {"enable_thinking": prompt.thinks}

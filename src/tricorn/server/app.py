@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,9 @@ from starlette.routing import BaseRoute, Route
 from tricorn.engine.gate import Gate, GateOptions, Ticket
 from tricorn.engine.messages import Survival
 from tricorn.frontend.generate import Delta, Frontend, join
+from tricorn.frontend.turn import Turn, TurnReader
 from tricorn.request import Namespace, SamplingParams, Service, TricornError
-from tricorn.server import answers, anthropic, headers, kserve, ollama, schema
+from tricorn.server import answers, anthropic, headers, kserve, ollama, schema, tools
 from tricorn.server.abort import Aborts
 from tricorn.server.answers import Fields, Prompt
 from tricorn.server.batches import BATCHED, Batches, Inside
@@ -57,6 +58,9 @@ from tricorn.server.tracing import Tracing
 
 CONTEXTS = 16
 """Prompt tokens that may wait, in contexts of the model, unless an option says how many."""
+
+NOTHING: Fields = {"delta": {}, "logprobs": None, "finish_reason": None}
+"""A choice of a chat's stream that says nothing."""
 
 STATE_SECONDS = 2.0
 """How long the engine may take to tell its state; it does between two steps."""
@@ -142,13 +146,13 @@ async def _http_exception(request: HttpRequest, error: Exception) -> Response:
 
 @dataclass(frozen=True)
 class Job:
-    """One validated request on its way through the engine. `chat` tells which of the two shapes its answer takes."""
+    """One validated request on its way through the engine. Answers of a chat have a `turn`."""
 
     body: schema.Sampling
     prompts: list[Prompt]
     params: SamplingParams
     head: Fields
-    chat: bool
+    turn: Turn | None
     echo: bool
     ids: bool
     usage: bool
@@ -251,11 +255,16 @@ class Api:
     ) -> None:
         messages, begun = chat.conversation
         variables = schema.variables(chat, self._frontend.template)
-        ids = await self._frontend.encode_chat(messages, variables, continuation=begun)
+        ids, turn = await self._frontend.begin(
+            messages, variables, tools=chat.offered, constraint=params.constraint, continuation=begun
+        )
+        if chat.include_reasoning is False:
+            turn = replace(turn, silent=True)
+        params = msgspec.structs.replace(params, constraint=turn.constraint)
         ids = schema.truncated(ids, body, params.max_tokens, self._frontend.context)
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         head = answers.header(kind, "chatcmpl", self._name)
-        await self._run(exchange, ticket, body, [Prompt(ids)], params, head, service, chat=True, echo=False)
+        await self._run(exchange, ticket, body, [Prompt(ids)], params, head, service, turn, echo=False)
 
     async def completions(self, exchange: Exchange) -> None:
         body = await exchange.body()
@@ -289,7 +298,7 @@ class Api:
             prompts.append(answers.echoed(self._frontend.tokenizer, ids) if echo else Prompt(ids))
             await asyncio.sleep(0)  # many prompts must not hold up the others
         head = answers.header("text_completion", "cmpl", self._name)
-        await self._run(exchange, ticket, body, prompts, params, head, service, chat=False, echo=echo)
+        await self._run(exchange, ticket, body, prompts, params, head, service, None, echo=echo)
 
     async def _run(
         self,
@@ -300,14 +309,15 @@ class Api:
         params: SamplingParams,
         head: Fields,
         service: Service,
+        turn: Turn | None,
         *,
-        chat: bool,
         echo: bool,
     ) -> None:
         usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         ids = [prompt.ids for prompt in prompts]
-        async with self.work.run(exchange, ticket, ids, params, service, head["id"]) as deltas:
-            job = Job(body, prompts, params, head, chat, echo, bool(body.return_token_ids), usage, deltas)
+        visible = frozenset[int]() if turn is None else turn.visible
+        async with self.work.run(exchange, ticket, ids, params, service, head["id"], visible) as deltas:
+            job = Job(body, prompts, params, head, turn, echo, bool(body.return_token_ids), usage, deltas)
             await (self._stream(exchange, job) if body.stream else self._whole(exchange, job))
 
     def _service(self, exchange: Exchange, body: schema.Sampling) -> Service:
@@ -327,11 +337,12 @@ class Api:
         deltas = [join(group) for group in collected]
         if all(unserved(delta) for delta in deltas):
             raise too_late()
-        choices = [self._choice(job, delta, streamed=False, first=True) for delta in deltas]
+        choices = [self._choice(job, delta, None if job.turn is None else job.turn.reader()) for delta in deltas]
         totals = {"usage": self._usage(job, deltas), "timings": self._timings(job, deltas)}
         await exchange.answer_json({**job.head, "choices": choices, **totals})
 
     async def _stream(self, exchange: Exchange, job: Job) -> None:
+        readers = [None if job.turn is None else job.turn.reader() for _ in range(job.choices)]
         last: list[Delta | None] = [None] * job.choices
         cached = [0] * job.choices
         unsent: list[Fields] = []
@@ -340,11 +351,12 @@ class Api:
             first = last[delta.index] is None
             last[delta.index] = delta
             cached[delta.index] = max(cached[delta.index], delta.cached_tokens)
-            choice = self._choice(job, delta, streamed=True, first=first)
-            if first and job.chat:
+            choice = self._choice(job, delta, readers[delta.index], streamed=True, first=first)
+            if first and job.turn:
                 opening = {"index": delta.index, "delta": {"role": "assistant", "content": ""}}
                 unsent.append({**job.head, "choices": [{**opening, "logprobs": None, "finish_reason": None}]})
-            unsent.append({**job.head, "choices": [choice]})
+            if choice != {**NOTHING, "index": delta.index}:  # what came may still be the beginning of a call
+                unsent.append({**job.head, "choices": [choice]})
             so_far = [known for known in last if known is not None] if continuous or delta.finish_reason else []
             if continuous:
                 usage = self._usage(job, so_far, cached)
@@ -364,23 +376,25 @@ class Api:
         await exchange.events(*unsent)
         await exchange.end_events()
 
-    def _choice(self, job: Job, delta: Delta, *, streamed: bool, first: bool) -> Fields:
+    def _choice(
+        self, job: Job, delta: Delta, reader: TurnReader | None, *, streamed: bool = False, first: bool = True
+    ) -> Fields:
         """One choice of an answer, or what a delta adds to it."""
         prompt = job.prompts[delta.index // job.params.n]
         tokenizer = answers.Numbers() if job.body.return_tokens_as_token_ids else self._frontend.tokenizer
         choice: Fields = {"index": delta.index}
-        if job.chat and streamed:
-            choice["delta"] = {"content": delta.text} if delta.text else {}
-            choice["logprobs"] = answers.chat_logprobs(tokenizer, delta)
-        elif job.chat:
-            choice["message"] = {"role": "assistant", "content": delta.text, "refusal": None}
+        reason: str | None = delta.finish_reason
+        if reader is not None:
+            piece = reader.push(delta)
+            reason = piece.finish_reason
+            choice |= {"delta": tools.delta(piece)} if streamed else {"message": tools.message(piece)}
             choice["logprobs"] = answers.chat_logprobs(tokenizer, delta)
         else:
             opening = job.echo and first
             choice["text"] = prompt.text + delta.text if opening else delta.text
             choice["logprobs"] = answers.completion_logprobs(tokenizer, delta, prompt, echo=opening)
-        choice["finish_reason"] = delta.finish_reason
-        if delta.finish_reason is not None:
+        choice["finish_reason"] = reason
+        if reason is not None:
             choice["stop_reason"] = delta.stop_reason
         if job.body.prompt_logprobs is not None and delta.prompt_logprobs is not None:
             choice["prompt_logprobs"] = answers.prompt_logprobs(tokenizer, prompt, delta.prompt_logprobs)

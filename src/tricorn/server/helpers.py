@@ -116,7 +116,7 @@ class Helpers:
         self._work.check_model(sampling.model)
         messages, begun = chat.conversation
         variables = schema.variables(chat, self._frontend.template)
-        ids = await self._frontend.encode_chat(messages, variables, continuation=begun)
+        ids = await self._frontend.encode_chat(messages, variables, tools=chat.offered, continuation=begun)
         return schema.truncated(ids, sampling, params.max_tokens, self._frontend.context)
 
     async def detokenize(self, exchange: Exchange) -> None:

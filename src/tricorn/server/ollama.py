@@ -12,6 +12,7 @@ long as the server is: what asks to load or unload it succeeds and does nothing.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
@@ -21,6 +22,8 @@ from msgspec import Meta
 from tricorn import __version__
 from tricorn.engine.gate import Ticket
 from tricorn.frontend.generate import Delta, join
+from tricorn.frontend.parsers.calls import Call as NewCall
+from tricorn.frontend.turn import Turn as FrontendTurn
 from tricorn.request import Constraint, SamplingParams, Service
 from tricorn.server import answers, schema
 from tricorn.server.bodies import Refusals, check_form, check_refused, decode
@@ -29,6 +32,7 @@ from tricorn.server.errors import HttpError, too_late
 from tricorn.server.exchange import Dialect, Exchange
 from tricorn.server.generation import Generations, service_of, unserved
 from tricorn.server.routes import Operation, Routes
+from tricorn.server.tools import Offers, offered
 
 Fields = dict[str, Any]
 
@@ -119,6 +123,12 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     format: Literal["", "json"] | Fields | None = None
     logprobs: bool | None = None
     top_logprobs: schema.Alternatives | None = None
+    think: bool | Literal["low", "medium", "high"] | None = None
+
+    @property
+    def variables(self) -> Fields:
+        """What a chat template of a model that can think goes by."""
+        return {} if self.think is None else {"enable_thinking": bool(self.think)}
 
     @property
     def params(self) -> SamplingParams:
@@ -133,6 +143,7 @@ class Chat(Ask, frozen=True, kw_only=True):
     """The fields of /api/chat."""
 
     messages: Annotated[list[Turn], Meta(max_length=schema.MAX_MESSAGES)] = []
+    tools: Offers | None = None
 
 
 class Generate(Ask, frozen=True, kw_only=True):
@@ -159,8 +170,6 @@ REFUSED: Refusals = {
     "images": ([],),
     "suffix": ("",),
     "template": ("",),
-    "think": (False,),
-    "tools": ([],),
 }
 
 REFUSED_OPTIONS: Refusals = {
@@ -192,6 +201,37 @@ def bare(model: str) -> str:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+class _Voice:
+    """Turns deltas into what a message says: thoughts and words as they come, calls when they are complete."""
+
+    def __init__(self, turn: FrontendTurn | None) -> None:
+        self._reader = None if turn is None else turn.reader()
+        self._calls: dict[int, NewCall] = {}
+
+    def push(self, delta: Delta) -> Fields:
+        """Fields of a message."""
+        if self._reader is None:
+            return {"content": delta.text}
+        piece = self._reader.push(delta)
+        for call in piece.calls:
+            known = self._calls.get(call.index)
+            pieces = (
+                call if known is None else msgspec.structs.replace(known, arguments=known.arguments + call.arguments)
+            )
+            self._calls[call.index] = pieces
+        said: Fields = {"content": piece.words}
+        if piece.thought:
+            said["thinking"] = piece.thought
+        if piece.finish_reason == "tool_calls":
+            said["tool_calls"] = [_called(call) for call in self._calls.values()]
+        return said
+
+
+def _called(call: NewCall) -> Fields:
+    function = {"index": call.index, "name": call.name, "arguments": msgspec.json.decode(call.arguments)}
+    return {"id": call.id, "function": function}
 
 
 class Ollama:
@@ -230,48 +270,68 @@ class Ollama:
     async def _serve(self, exchange: Exchange, ask: Chat | Generate, *, loading: bool) -> None:
         if loading:
             self._work.check_model(bare(ask.model))
-            await exchange.answer_json({**self._part(ask, ""), "done": True, "done_reason": "load"})
+            await exchange.answer_json({**self._part(ask, {}), "done": True, "done_reason": "load"})
             return
         service = service_of(exchange)
         with await self._work.admit(bare(ask.model)) as ticket:
             await self._work.perform(exchange, self._answer(exchange, ticket, ask, service), service.deadline)
 
     async def _answer(self, exchange: Exchange, ticket: Ticket, ask: Chat | Generate, service: Service) -> None:
-        ids = await self._encode(ask)
-        async with self._work.run(exchange, ticket, [ids], ask.params, service, "") as deltas:
-            if ask.stream is False:
-                delta = join([delta async for delta in deltas])
-                if unserved(delta):
-                    raise too_late()
-                await exchange.answer_json({**self._said(ask, delta), **self._end(exchange, delta)})
-                return
-            async for delta in deltas:
-                if unserved(delta):
-                    raise too_late()
-                if delta.text or delta.token_ids:
-                    await exchange.events(self._said(ask, delta))
-                if delta.finish_reason is not None:
-                    await exchange.events({**self._part(ask, ""), **self._end(exchange, delta)})
-            await exchange.end_events(b"")
-
-    async def _encode(self, ask: Chat | Generate) -> list[int]:
         if isinstance(ask, Generate) and ask.raw:
-            return await self._frontend.encode(ask.prompt or "")
+            await self._run(exchange, ticket, ask, service, await self._frontend.encode(ask.prompt or ""), None)
+            return
         messages = _conversation(ask)
         begun = ""
         if len(messages) > 1 and messages[-1].keys() == {"role", "content"} and messages[-1]["role"] == "assistant":
             begun = messages.pop()["content"]
-        return await self._frontend.encode_chat(messages, continuation=begun)
+        tools = offered(ask.tools, None, None) if isinstance(ask, Chat) else None
+        constraint = ask.params.constraint
+        ids, turn = await self._frontend.begin(
+            messages, ask.variables, tools=tools, constraint=constraint, continuation=begun
+        )
+        await self._run(exchange, ticket, ask, service, ids, replace(turn, silent=ask.think is False))
 
-    def _part(self, ask: Ask, text: str) -> Fields:
-        """A piece of an answer."""
+    async def _run(
+        self,
+        exchange: Exchange,
+        ticket: Ticket,
+        ask: Chat | Generate,
+        service: Service,
+        ids: list[int],
+        turn: FrontendTurn | None,
+    ) -> None:
+        params, visible = ask.params, frozenset[int]()
+        if turn is not None:
+            params, visible = msgspec.structs.replace(params, constraint=turn.constraint), turn.visible
+        voice = _Voice(turn)
+        async with self._work.run(exchange, ticket, [ids], params, service, "", visible) as deltas:
+            if ask.stream is False:
+                delta = join([delta async for delta in deltas])
+                if unserved(delta):
+                    raise too_late()
+                said = self._said(ask, voice.push(delta), delta)
+                await exchange.answer_json({**said, **self._end(exchange, delta)})
+                return
+            async for delta in deltas:
+                if unserved(delta):
+                    raise too_late()
+                said = voice.push(delta)
+                if said != {"content": ""} or delta.logprobs:
+                    await exchange.events(self._said(ask, said, delta))
+                if delta.finish_reason is not None:
+                    await exchange.events({**self._part(ask, {}), **self._end(exchange, delta)})
+            await exchange.end_events(b"")
+
+    def _part(self, ask: Ask, said: Fields) -> Fields:
+        """A piece of an answer: `content`, and what else a message has."""
         head = {"model": ask.model, "created_at": _now(), "done": False}
         if isinstance(ask, Chat):
-            return {**head, "message": {"role": "assistant", "content": text}}
-        return {**head, "response": text}
+            return {**head, "message": {"role": "assistant", "content": "", **said}}
+        thought = {"thinking": said["thinking"]} if "thinking" in said else {}
+        return {**head, "response": said.get("content", ""), **thought}
 
-    def _said(self, ask: Ask, delta: Delta) -> Fields:
-        part = self._part(ask, delta.text)
+    def _said(self, ask: Ask, said: Fields, delta: Delta) -> Fields:
+        part = self._part(ask, said)
         logprobs = answers.chat_logprobs(self._frontend.tokenizer, delta)
         return part if logprobs is None else {**part, "logprobs": logprobs["content"]}
 
@@ -306,7 +366,7 @@ class Ollama:
                 "modified_at": self._since,
                 "template": "" if template is None else template.source,
                 "details": self._details(),
-                "capabilities": ["completion"],
+                "capabilities": ["completion", "tools"] if template else ["completion"],
                 "model_info": {
                     "general.name": info.model,
                     "general.context_length": info.context,

@@ -19,12 +19,14 @@ import msgspec
 from msgspec import Meta
 
 from tricorn.frontend.template import RESERVED, ChatTemplate
+from tricorn.frontend.tools import Tools
 from tricorn.request import MAX_ALLOWED, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_LOGPROBS, SamplingParams
 from tricorn.scheduler.limits import MAX_PIN_SECONDS, MAX_PRIORITY
 from tricorn.server import constraints
 from tricorn.server.bodies import Refusals, check_form, decode
 from tricorn.server.errors import HttpError, printable
 from tricorn.server.headers import MAX_TIMEOUT
+from tricorn.server.tools import Choice, Offers, offered
 
 MAX_CHOICES = 128
 MAX_PROMPTS = 1024
@@ -103,6 +105,16 @@ class Chat(msgspec.Struct, frozen=True):
     documents: Annotated[list[dict[str, Simple]], Meta(max_length=MAX_DOCUMENTS)] | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
+    tools: Offers | None = None
+    tool_choice: Choice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: Annotated[str, Meta(max_length=32)] | None = None
+    include_reasoning: bool | None = None
+
+    @property
+    def offered(self) -> Tools | None:
+        """Raises HttpError 400."""
+        return offered(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     @property
     def conversation(self) -> tuple[list[dict[str, Any]], str]:
@@ -159,10 +171,9 @@ REFUSED: Refusals = {
     "return_sampling_mask": (False,),
     "return_token_offsets": (False,),
     "return_tokens": (False,),
+    "separate_reasoning": (True,),
     "spaces_between_special_tokens": (True,),
     "timings_per_token": (False,),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "top_n_sigma": (-1, 0),
     "truncation_side": ("left",),
     "typical_p": (1,),
@@ -172,7 +183,13 @@ REFUSED: Refusals = {
 }
 
 REFUSED_IN_CHAT: Refusals = {**REFUSED, "add_special_tokens": (False,), "echo": (False,), "parse_special": ()}
-REFUSED_IN_COMPLETIONS: Refusals = {**REFUSED, "max_completion_tokens": (), "top_logprobs": ()}
+REFUSED_IN_COMPLETIONS: Refusals = {
+    **REFUSED,
+    "max_completion_tokens": (),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (),
+}
 """With what the one route honours and the other could not."""
 
 KNOWN = REFUSED.keys() | {
@@ -260,6 +277,10 @@ def variables(chat: Chat, template: ChatTemplate | None) -> dict[str, Any]:
     for.
     """
     given: dict[str, Any] = dict(chat.chat_template_kwargs or {})
+    if chat.reasoning_effort == "none":
+        given.setdefault("enable_thinking", False)
+    elif chat.reasoning_effort is not None:
+        given.setdefault("reasoning_effort", chat.reasoning_effort)
     if chat.documents:
         if template is None or not re.search(r"\bdocuments\b", template.source):
             message = "this model's chat template takes no documents: put them into a message"
