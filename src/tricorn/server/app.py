@@ -35,7 +35,7 @@ from tricorn.engine.messages import Survival
 from tricorn.frontend.generate import Delta, Frontend, join
 from tricorn.frontend.turn import Turn, TurnReader
 from tricorn.request import Namespace, SamplingParams, Service, TricornError
-from tricorn.server import answers, anthropic, headers, kserve, ollama, schema, tools
+from tricorn.server import answers, anthropic, headers, kserve, ollama, responses, schema, tools
 from tricorn.server.abort import Aborts
 from tricorn.server.answers import Fields, Prompt
 from tricorn.server.batches import BATCHED, Batches, Inside
@@ -108,6 +108,7 @@ def create_app(frontend: Frontend, options: ServerOptions, tracing: Tracing | No
     description = Description()
     groups: dict[str, tuple[Dialect, Routes]] = {
         "OpenAI": (OPENAI, (*api.routes, *api.files.routes, *api.batches.routes)),
+        "Responses": (responses.DIALECT, responses.Responses(api.work).routes),
         "Console": (OPENAI, (*Console().routes, *Aborts(api.work).routes)),
         "Helpers": (OPENAI, Helpers(api.work).routes),
         "Anthropic": (anthropic.DIALECT, anthropic.Anthropic(api.work).routes),
