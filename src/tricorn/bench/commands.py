@@ -1,0 +1,315 @@
+"""`tricorn bench`: a command for each thing that is measured. Heavy imports wait inside the commands."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from tricorn.arguments import (
+    DEFAULT_MODEL,
+    Json,
+    KvBytes,
+    KvType,
+    ModelOption,
+    Short,
+    Threads,
+    engine_options,
+    numbers,
+    short_name,
+)
+
+bench = typer.Typer(help="Measure the machine and the engine.", no_args_is_help=True, rich_markup_mode=None)
+
+
+@bench.command("machine")
+def bench_machine(threads: Threads = None, json: Json = False) -> None:
+    """Measure memory bandwidth and the int8, bf16 and fp32 rates of this machine."""
+    import msgspec
+
+    from tricorn.bench.machine import measure
+
+    machine = measure(threads)
+    if json:
+        print(msgspec.json.encode(machine).decode())
+        return
+    for label, value in (
+        ("threads", str(machine.threads)),
+        ("read from memory", f"{machine.read_gb_s} GB/s"),
+        ("int8 dot products", f"{machine.int8_gop_s} Gop/s"),
+        ("bf16 dot products", f"{machine.bf16_gflop_s} Gflop/s"),
+        ("fp32 multiply-adds", f"{machine.fp32_gflop_s} Gflop/s"),
+    ):
+        print(f"{label:20} {value:>16}")
+
+
+@bench.command("engine")
+def bench_engine(
+    model: ModelOption = DEFAULT_MODEL,
+    prompt: Annotated[int, typer.Option(help="Tokens of each prompt.", min=1)] = 512,
+    output: Annotated[int, typer.Option(help="Tokens of each answer.", min=1)] = 128,
+    batch: Annotated[str, typer.Option(help="How many sequences at once, several after commas.")] = "1,8,16,32",
+    threads: Threads = None,
+    kv_type: KvType = "f16",
+    kv_bytes: KvBytes = None,
+    profile: Annotated[bool, typer.Option(help="Tell how the time divides between operations.")] = False,
+    json: Json = False,
+) -> None:
+    """Measure the engine alone, beside the limits that the machine sets (measured in the same run)."""
+    import msgspec
+
+    from tricorn.bench import engine, machine
+    from tricorn.compiler import ensure
+    from tricorn.compiler.engine_file import EngineFile
+
+    batches = numbers("--batch", batch)
+    file = EngineFile.open(ensure(model))
+    limits = machine.measure(threads, file.header.isa)
+    options = engine_options(file.path, threads, kv_type, kv_bytes, max_sequences=max(64, *batches))
+    heading = f"{'batch':>5} {'prefill':>15} {'of limit':>9} {'decode':>15} {'of limit':>9} {'host':>6}"
+    if not json:
+        print(f"{file.name}, {prompt} tokens in, {output} out, {limits.threads} threads, KV in {kv_type}\n{heading}")
+
+    def show(row: engine.Row) -> None:
+        if not json:
+            print(
+                f"{row.batch:>5} {row.prefill_tok_s:>9.1f} tok/s {row.prefill_limit_share:>9.1%}"
+                f" {row.decode_tok_s:>9.1f} tok/s {row.decode_limit_share:>9.1%} {row.host_share:>6.1%}",
+                flush=True,
+            )
+
+    seconds: dict[str, float] = {}
+    rows = engine.measure(file, options, limits, batches, prompt, output, show, seconds)
+    for operation, spent in sorted(seconds.items(), key=lambda item: -item[1]) if profile and not json else ():
+        print(f"{spent / sum(seconds.values()):>6.1%}  {operation}")
+    if json:
+        print(msgspec.json.encode({"model": short_name(model), "rows": rows}).decode())
+
+
+@bench.command("quality")
+def bench_quality(
+    model: Annotated[str, typer.Option("--model", help="Built-in names after commas. [default: all]")] = "",
+    positions: Annotated[int, typer.Option(help="Positions of English and code text.", min=16)] = 2000,
+    kv_type: KvType = "f16",
+    json: Json = False,
+) -> None:
+    """Compare the native executor with the float32 reference: KL, top-1 agreement, perplexity."""
+    import msgspec
+
+    from tricorn.bench import quality
+    from tricorn.weights import hub
+
+    rows = []
+    for name in model.split(",") if model else list(hub.BUILTIN):
+        row = quality.measure(name, positions, kv_type)
+        rows.append(row)
+        if not json:
+            print(
+                f"{row.model:20} KL {row.kl:.2e} nat  top-1 {row.top1:.2%}"
+                f"  perplexity {row.perplexity:.3f} against {row.reference_perplexity:.3f}"
+                f" ({row.perplexity / row.reference_perplexity - 1:+.2%})",
+                flush=True,
+            )
+    if json:
+        print(msgspec.json.encode({"rows": rows}).decode())
+
+
+@bench.command("grammar")
+def bench_grammar(
+    data: Annotated[Path, typer.Option(help="JSON lines (.gz or not): a schema and tests with `valid` and `data`.")],
+    model: ModelOption = DEFAULT_MODEL,
+    refusals: Annotated[Path | None, typer.Option(help="Write why schemas and instances were refused here.")] = None,
+    json: Json = False,
+) -> None:
+    """Measure which JSON schemas can be enforced, whether their instances are judged rightly, and what masks cost."""
+    import msgspec
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from tricorn.bench import grammar
+
+    cases, console = grammar.read(data), Console(stderr=True)
+    lines: list[str] = []
+    with Progress(console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("compiling", total=len(cases))
+        report = grammar.measure(model, cases, lambda index: progress.update(task, completed=index + 1), lines)
+    if refusals is not None:
+        refusals.write_text("".join(f"{line}\n" for line in lines))
+    if json:
+        print(msgspec.json.encode(report).decode())
+    else:
+        for name, value in msgspec.to_builtins(report).items():
+            print(f"{name:16} {value}")
+
+
+@bench.command("simulate")
+def bench_simulate(
+    seeds: Annotated[int, typer.Option(help="Seeds, each with a configuration of its own.", min=1)] = 50,
+    steps: Annotated[int, typer.Option(help="Engine steps of each.", min=1)] = 20_000,
+    first_seed: Annotated[int, typer.Option(help="The first seed; the others follow.", min=0)] = 0,
+    trace: Annotated[bool, typer.Option(help="Print everything that happens, one seed after the other.")] = False,
+    json: Json = False,
+) -> None:
+    """Run scheduler, cache, admission and supervision in a simulated world and check every invariant at each step."""
+    import time
+
+    import msgspec
+    from rich.console import Console
+    from rich.progress import track
+
+    from tricorn.simulate.run import run_seed, run_seeds
+    from tricorn.simulate.summary import summarize
+
+    began = time.monotonic()
+    if trace:
+        reports = [run_seed(seed, steps, print) for seed in range(first_seed, first_seed + seeds)]
+    else:
+        runs, console = run_seeds(first_seed, seeds, steps), Console(stderr=True)
+        reports = list(track(runs, "simulating", seeds, console=console, disable=not console.is_terminal))
+    summary = summarize(reports, steps, time.monotonic() - began)
+    if json:
+        print(msgspec.json.encode(summary).decode())
+    else:
+        for failure in summary.failures:
+            print(f"seed {failure.seed}, step {failure.step}: {failure.violation}\n  {failure.config}")
+            print(f"  again: {failure.replay}")
+        for name, value in msgspec.structs.asdict(summary).items():
+            print(f"{name:16} {len(summary.failures) if name == 'failures' else value}")
+    raise typer.Exit(1 if summary.failures else 0)
+
+
+@bench.command("cost")
+def bench_cost(
+    model: ModelOption = DEFAULT_MODEL,
+    threads: Threads = None,
+    kv_type: KvType = "f16",
+    kv_bytes: KvBytes = None,
+) -> None:
+    """Measure what the steps of a model cost on this machine; prints the JSON that `bench capacity --cost` reads."""
+    import msgspec
+
+    from tricorn.compiler import ensure
+    from tricorn.simulate import machine
+
+    options = engine_options(ensure(model), threads, kv_type, kv_bytes)
+    measured = machine.measure(short_name(model), options, told=lambda line: print(line, file=sys.stderr))
+    print(msgspec.json.encode(measured).decode())
+
+
+@bench.command("capacity")
+def bench_capacity(
+    cost: Annotated[Path, typer.Option(help="What `tricorn bench cost` printed on the machine in question.")],
+    clients: Annotated[int, typer.Option(help="Clients, each with one request at a time.", min=1)] = 100,
+    replicas: Annotated[int, typer.Option(help="Engines, each with a machine of its own.", min=1)] = 4,
+    prompt: Annotated[int, typer.Option(help="Tokens of a prompt, half more or less.", min=1)] = 512,
+    output: Annotated[int, typer.Option(help="Tokens of an answer, half more or less.", min=1)] = 128,
+    requests: Annotated[int, typer.Option(help="What each client asks, one after the other.", min=1)] = 3,
+    think: Annotated[float, typer.Option(help="Mean seconds between an answer and the next question.", min=0)] = 1.0,
+    shared: Annotated[int, typer.Option(help="First tokens of a prompt that are one of 16 texts.", min=0)] = 0,
+    router: Annotated[
+        Literal["least", "prefix"], typer.Option(help="To the least busy replica, or to one that has the beginning.")
+    ] = "least",
+    json: Json = False,
+) -> None:
+    """Simulate many clients over many replicas, on machines measured before."""
+    import msgspec
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from tricorn.simulate.capacity import Fleet, Question
+    from tricorn.simulate.machine import read
+
+    question = Question(
+        clients=clients,
+        replicas=replicas,
+        prompt=prompt,
+        output=output,
+        requests=requests,
+        think=think,
+        shared=shared,
+        router=router,
+    )
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal) as progress:
+        task = progress.add_task("answered")
+        answer = Fleet(read(cost), question).run(lambda done, total: progress.update(task, completed=done, total=total))
+    if json:
+        print(msgspec.json.encode({"question": question, "answer": answer}).decode())
+        return
+    for name, value in msgspec.structs.asdict(answer).items():
+        text = f"p50 {value.p50:.4f} s, p99 {value.p99:.4f} s" if hasattr(value, "p50") else value
+        print(f"{name:18} {text}")
+
+
+@bench.command("storm")
+def bench_storm(
+    model: ModelOption = DEFAULT_MODEL,
+    seconds: Annotated[float | None, typer.Option(help="How long each storm lasts. [default: 120]", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="Of the requests and their arrivals.", min=0)] = 0,
+    short: Short = False,
+    json: Json = False,
+) -> None:
+    """Offer a server three times what it can do: what is left of its throughput, with admission control and without."""
+    from tricorn.bench import storm
+
+    _report(storm.run(model, seconds, short=short, seed=seed, tell=_tell), json)
+
+
+@bench.command("stalls")
+def bench_stalls(
+    model: ModelOption = DEFAULT_MODEL,
+    seconds: Annotated[float | None, typer.Option(help="How long prompts arrive. [default: 40]", min=1)] = None,
+    seed: Annotated[int, typer.Option(help="Of the prompts.", min=0)] = 0,
+    short: Short = False,
+    json: Json = False,
+) -> None:
+    """Measure the gaps between the tokens of 8 streams while long prompts arrive back to back."""
+    from tricorn.bench import stalls
+
+    _report(stalls.run(model, seconds, short=short, seed=seed, tell=_tell), json)
+
+
+@bench.command("structured")
+def bench_structured(
+    model: ModelOption = DEFAULT_MODEL,
+    tokens: Annotated[int, typer.Option(help="Tokens of each plain answer.", min=16)] = 128,
+    threads: Threads = None,
+    json: Json = False,
+) -> None:
+    """Measure what constraints cost, hostile grammars do to others, and forced ids save."""
+    from tricorn.bench import structured
+    from tricorn.compiler import ensure
+
+    _report(structured.run(engine_options(ensure(model), threads, "f16", None), tokens, _tell), json)
+
+
+@bench.command("soak")
+def bench_soak(
+    model: ModelOption = DEFAULT_MODEL,
+    minutes: Annotated[float, typer.Option(help="How long.", min=0.05)] = 10.0,
+    seed: Annotated[int, typer.Option(help="Of the traffic.", min=1)] = 1,
+    json: Json = False,
+) -> None:
+    """Send a server random traffic, right and wrong, kill its engine now and then, and check the books each minute."""
+    from tricorn.bench import soak
+
+    _report(soak.run(model, minutes, seed, _tell), json)
+
+
+def _tell(line: str) -> None:
+    """Progress, where it is not in the way of the result."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _report(report: object, json: bool) -> None:
+    """Prints a struct with a field `ok`, and ends with code 1 when that is false."""
+    import msgspec
+
+    if json:
+        print(msgspec.json.encode(report).decode())
+    else:
+        print(msgspec.json.format(msgspec.json.encode(report), indent=2).decode())
+    if not report.ok:  # type: ignore[attr-defined]
+        raise typer.Exit(1)
