@@ -109,7 +109,7 @@ def test_python_runs(document: Path, tmp_path: Path) -> None:
 def test_paths_exist(document: Path) -> None:
     """A span that begins with a folder of the repository, or of the package, is a path."""
     homes = (ROOT, ROOT / "src/tricorn")
-    folders = {path.name for home in homes for path in home.iterdir() if path.is_dir()} - {".venv"}
+    folders = {path.name for home in homes for path in home.iterdir() if path.is_dir()} - {".venv", "build"}
     pattern = re.compile(r"[\w.-]+(/[\w.-]+)*/?")
     for span in spans(document.read_text()):
         if pattern.fullmatch(span) and "/" in span and span.split("/")[0] in folders:
