@@ -176,6 +176,8 @@ void Executor::check(const Step& step) const {
     const size_t rows = c.rows.size();
     require(rows <= size(limits_.max_rows), "number of sampled rows");
     for (int32_t row : c.rows) require(row >= 0 && row < tokens, "sampled row");
+    require(step.hidden.size() <= step.ids.size(), "number of hidden rows");
+    for (int32_t row : step.hidden) require(row >= 0 && row < tokens, "hidden row");
     for (const auto* column : {&c.target, &c.top_k, &c.position, &c.logprobs, &c.history_prompt})
         require(column->size() == rows, "sampling column");
     for (const auto* column : {&c.temperature, &c.top_p, &c.min_p, &c.repetition, &c.presence, &c.frequency})
@@ -246,6 +248,7 @@ void Executor::prepare(const Step& step) {
                                       kv_head * per_head + head, std::min(heads, per_head - head)});
     }
     sampled_rows_ = step.sampling.rows;
+    hidden_rows_ = step.hidden;
     batch_ = {sequences,
               static_cast<int>(step.ids.size()),
               step.ids.data(),
@@ -269,6 +272,7 @@ Result Executor::execute(int64_t ticket, Step& step, Pool& pool) {
     result.logprob.resize(size(rows));
     result.top_ids.assign(size(rows) * size(result.alternatives), -1);
     result.top_logprobs.assign(size(rows) * size(result.alternatives), -INFINITY);
+    result.hidden.assign(step.hidden.size() * width(), 0.0f);
 
     const int copies = static_cast<int>(step.copies.size() / 2), members = pool.size();
     const size_t ops = plan_.ops.size();
@@ -292,7 +296,7 @@ Result Executor::execute(int64_t ticket, Step& step, Pool& pool) {
         shares_[ops + 1].each(batch_.tokens, members, [&](int row) { begin_row(row); });
         finish_phase(0);
         for (size_t i = 0; i < ops; ++i) {
-            run(plan_.ops[i], shares_[i], members);
+            run(plan_.ops[i], shares_[i], members, result);
             finish_phase(i + 1);
         }
         if (columns.masks_follow) {
@@ -321,7 +325,7 @@ void Executor::begin_row(int row) {
 }
 
 // This member's share of one operation.
-void Executor::run(const Op& op, Share& share, int members) {
+void Executor::run(const Op& op, Share& share, int members, Result& result) {
     const int rows = rows_of(op.in);
     const int chunks = divide_up(rows, rows_in_task);
     auto row_range = [&](int task, auto f) {
@@ -344,7 +348,17 @@ void Executor::run(const Op& op, Share& share, int members) {
             } else {
                 n.out = activations(op.out);
             }
-            return share.each(rows_of(op.out), members, [&](int row) { kernels_.norm(n, row); });
+            if (!op.gather) return share.each(rows_of(op.out), members, [&](int row) { kernels_.norm(n, row); });
+            // the last norm: of the rows that are sampled, and as plain numbers of those that were asked for
+            Norm hidden = n;
+            hidden.rows = hidden_rows_.data();
+            hidden.add = true;
+            hidden.sum = result.hidden.data();
+            hidden.sum_stride = width();
+            const int sampled = rows_of(op.out);
+            return share.each(sampled + static_cast<int>(hidden_rows_.size()), members, [&](int row) {
+                row < sampled ? kernels_.norm(n, row) : kernels_.norm(hidden, row - sampled);
+            });
         }
         case Op::linear: {
             constexpr int blocks_in_task = 2;

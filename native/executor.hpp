@@ -97,12 +97,14 @@ struct SamplingColumns {
 
 struct Step {
     std::vector<int32_t> ids, positions, row_start, page_start, pages, copies;
+    std::vector<int32_t> hidden;  // token rows whose last hidden state, normed, is wanted
     SamplingColumns sampling;
 };
 
 struct Result {
     std::vector<int32_t> ids, rank, top_ids;
     std::vector<float> logprob, top_logprobs;
+    std::vector<float> hidden;  // [rows of `hidden`][width of the model]
     int alternatives = 0;
 };
 
@@ -119,6 +121,7 @@ class Executor {
     Result wait(int64_t ticket);
 
     const Plan& plan() const { return plan_; }
+    size_t width() const { return stride(plan_.residual); }
     const Limits& limits() const { return limits_; }
     size_t page_bytes() const { return pages_.page_bytes * static_cast<size_t>(plan_.layers); }
     // A page's bytes, layer after layer, out of the pool and into it; `bytes` has page_bytes() of them. May be called
@@ -143,7 +146,7 @@ class Executor {
     void prepare(const Step& step);
     Result execute(int64_t ticket, Step& step, Pool& pool);
     void begin_row(int row);
-    void run(const Op& op, Share& share, int members);
+    void run(const Op& op, Share& share, int members, Result& result);
     void sample_row(int row, const SamplingColumns& columns, Result& result);
 
     const Buffer& buffer(int index) const { return plan_.buffers[static_cast<size_t>(index)]; }
@@ -167,7 +170,7 @@ class Executor {
 
     // of the step under way
     Batch batch_{};
-    std::vector<int32_t> sequence_, sampled_rows_;
+    std::vector<int32_t> sequence_, sampled_rows_, hidden_rows_;
     std::vector<AttentionTile> tiles_;
     std::vector<Angles> angles_;
     std::vector<Share> shares_;

@@ -253,6 +253,7 @@ class PyExecutor {
         step.page_start = copy<int32_t>(s, "page_start");
         step.pages = copy<int32_t>(s, "pages");
         step.copies = copy_matrix<int32_t>(s, "copies");
+        step.hidden = copy<int32_t>(s, "hidden");
         const nb::object c = s.attr("sampling");
         SamplingColumns& to = step.sampling;
         to.rows = copy<int32_t>(c, "rows");
@@ -286,7 +287,7 @@ class PyExecutor {
         executor_.put_masks(ticket, std::move(masks));
     }
 
-    // (ids, logprob, rank, top_ids, top_logprobs)
+    // (ids, logprob, rank, top_ids, top_logprobs, hidden)
     nb::tuple wait(int64_t ticket) {
         Result r;
         {
@@ -294,9 +295,10 @@ class PyExecutor {
             r = executor_.wait(ticket);
         }
         const size_t rows = r.ids.size(), n = static_cast<size_t>(r.alternatives);
+        const size_t width = executor_.width(), hidden = r.hidden.size() / width;
         return nb::make_tuple(give(std::move(r.ids), {rows}), give(std::move(r.logprob), {rows}),
                               give(std::move(r.rank), {rows}), give(std::move(r.top_ids), {rows, n}),
-                              give(std::move(r.top_logprobs), {rows, n}));
+                              give(std::move(r.top_logprobs), {rows, n}), give(std::move(r.hidden), {hidden, width}));
     }
 
     size_t page_bytes() const { return executor_.page_bytes(); }

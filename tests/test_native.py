@@ -282,6 +282,25 @@ def test_steps_equal_those_of_the_reference(engine_for: EngineFor, isa: str) -> 
     executor.close()
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("model", ["llama", "gemma2"])
+def test_hidden_states_equal_those_of_the_reference(engine_for: EngineFor, isa: str, model: str) -> None:
+    """Of any rows, in any order, whether they are sampled or not; and they change nothing else."""
+    source, engine = engine_for(model, "F32")
+    executor, expected = native(for_isa(engine, isa)), reference(source, pages=8)
+    (step,) = two_sequences()[:1]
+    plain = executor.submit(step).result()
+    asked = replace(step, hidden=np.array([53, 0, 20, *range(30, 40)], np.int32))
+    got, want = executor.submit(asked).result(), expected.submit(asked).result()
+    np.testing.assert_array_equal(got.logprob, plain.logprob)
+    assert plain.hidden.shape == (0, source.config["hidden_size"])
+    assert got.hidden.shape == want.hidden.shape == (13, source.config["hidden_size"])
+    np.testing.assert_allclose(got.hidden, want.hidden, atol=2e-3)
+    unsampled = executor.submit(replace(asked, sampling=scoring(np.zeros(0, np.int32)))).result()
+    np.testing.assert_array_equal(unsampled.hidden, got.hidden)
+    executor.close()
+
+
 def changed(step: Step, **fields: Any) -> Step:
     made = {name: np.array(value, getattr(step, name).dtype) for name, value in fields.items()}
     return replace(step, **made)

@@ -11,6 +11,8 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 FinishReason = Literal["stop", "length", "timeout", "abort", "error"]
+Pooling = Literal["mean", "last"]
+"""How the hidden states of a prompt's tokens become one vector: their mean, or that of the last token."""
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 1024
@@ -66,6 +68,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     from place `prompt_logprobs_start` on; what comes well before may be reused. `allowed_token_ids` are the only ones
     that may be sampled, unless there are none; what spells one of `bad_words`, with a space before it or without, is
     never completed. It is the frontend that spells them, and that shows markers without `skip_special_tokens`.
+    With `pooling` nothing is sampled (`max_tokens` must be 0): the prompt's embedding is what is asked for.
     """
 
     max_tokens: int = 16
@@ -90,6 +93,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     prompt_logprobs_start: int = 0
     constraint: Constraint | None = None
+    pooling: Pooling | None = None
     n: int = 1
 
 
@@ -165,8 +169,9 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `token_ids` holds every sampled id in order, end-of-sequence and stop tokens included. `logprobs` has one entry per
     id when asked for. `prompt_logprobs` comes once, with the first output: one entry per prompt token, None for the
     first and for those not asked for. `cached_tokens` is how many prompt tokens came from the prefix cache. `error`
-    goes with reason "error", `timings` with any, and with the first ids. Reason "timeout": its deadline passed, in the
-    queue (no ids were ever sent) or while it ran.
+    goes with reason "error", `timings` with any, and with the first ids. `embedding` is float32 of the model's width,
+    and goes with the end of a request for one. Reason "timeout": its deadline passed, in the queue (no ids were ever
+    sent) or while it ran.
     """
 
     id: str
@@ -180,3 +185,4 @@ class Output(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     refused: bool = False
     """The error is the request's own fault."""
     timings: Timings | None = None
+    embedding: bytes | None = None

@@ -38,8 +38,7 @@ class NativeHandle:
 
     def result(self) -> StepResult:
         if self._result is None:
-            ids, logprob, rank, top_ids, top_logprobs = self._native.wait(self._ticket)
-            self._result = StepResult(ids, logprob, rank, top_ids, top_logprobs)
+            self._result = StepResult(*self._native.wait(self._ticket))
         return self._result
 
 

@@ -98,7 +98,7 @@ class ReferenceExecutor:
             sampling=scoring(every),
         )
         alone._check(step)
-        return alone._logits(step)
+        return alone._outcome(step)[0]
 
     def _run(self, step: Step) -> StepResult:
         history = self._known(step.sampling.history_ids)
@@ -108,9 +108,10 @@ class ReferenceExecutor:
         sources, targets = step.copies.reshape(-1, 2).T
         self.keys[:, targets] = self.keys[:, sources]
         self.values[:, targets] = self.values[:, sources]
-        result = sample(self._logits(step), step.sampling, history)
+        logits, hidden = self._outcome(step)
+        result = sample(logits, step.sampling, history)
         self.sampled = result.ids
-        return result
+        return replace(result, hidden=hidden)
 
     def _known(self, ids: I32) -> I32:
         """Puts the ids that the previous step sampled in the place of the references -1-j."""
@@ -132,16 +133,24 @@ class ReferenceExecutor:
         _check_range("page", step.pages, self.pages)
         _check_range("page", step.copies, self.pages)
         _check_range("row", rows, len(ids))
+        _check_range("row", step.hidden, len(ids))
 
-    def _logits(self, step: Step) -> F32:
-        """Runs every node in order; gives the last value, [sampled rows, vocab]."""
+    def _outcome(self, step: Step) -> tuple[F32, F32]:
+        """Runs every node in order; gives the last value, [sampled rows, vocab], and the hidden states that are wanted,
+        [H, width]: what the norm behind the choice of sampled rows makes of theirs."""
         values: dict[str, F32] = {}
-        output = ""
+        hidden = np.zeros((0, 0), np.float32)
+        chosen = output = ""
         for node in self.graph.nodes:
             call = Call(self, step, node.attrs, [self.weights[name] for name in node.weights])
-            values[node.output] = OPERATIONS[node.op](call, *(values[name] for name in node.inputs))
+            operation = OPERATIONS[node.op]
+            values[node.output] = operation(call, *(values[name] for name in node.inputs))
+            if node.op == "sampled":
+                chosen, hidden = node.output, values[node.inputs[0]][step.hidden]
+            elif chosen in node.inputs:
+                hidden = operation(call, hidden)
             output = node.output
-        return values[output]
+        return values[output], hidden
 
 
 def _check_range(name: str, values: I32, end: int) -> None:

@@ -80,6 +80,7 @@ class Step:
     page_start [S+1] its page table: pages[page_start[s]:page_start[s+1]], covering positions 0 .. last
     pages      [P]  page ids
     copies     [C, 2] whole pages to copy (from, to) before anything else runs
+    hidden     [H]  token rows whose last hidden state is wanted, after the model's last norm, in any order
     `sampling.rows` [R] names the rows whose logits are wanted, in ascending order.
     """
 
@@ -90,19 +91,22 @@ class Step:
     pages: I32
     sampling: Sampling
     copies: I32 = field(default_factory=lambda: _i32(0, 2))
+    hidden: I32 = field(default_factory=lambda: _i32(0))
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step brought, per sampled row: `ids` [R] (the target itself for scored rows), `logprob` [R], `rank` [R]
     (1 = best),
-    and the `top_ids`, `top_logprobs` [R, N], N the most that any row asked for (unused places: -1 and -inf)."""
+    and the `top_ids`, `top_logprobs` [R, N], N the most that any row asked for (unused places: -1 and -inf). `hidden`
+    [H, width] are the hidden states."""
 
     ids: I32
     logprob: F32
     rank: I32
     top_ids: I32
     top_logprobs: F32
+    hidden: F32 = field(default_factory=lambda: np.zeros((0, 0), np.float32))
 
 
 class Handle(Protocol):

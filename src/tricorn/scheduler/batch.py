@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tricorn.runtime.step import PAGE, Sampling, Step
 from tricorn.scheduler.cost import Work
-from tricorn.scheduler.sequence import Sequence, Slots
+from tricorn.scheduler.sequence import EVERY_ROW, LAST_ROW, Sequence, Slots
 
 I32 = NDArray[np.int32]
 
@@ -32,6 +32,8 @@ class Batch:
     row_sequence: I32
     """[R] the index in `sequences` of each row of `sampling`."""
     sampled: NDArray[np.bool_]
+    hidden_sequence: I32
+    """[H] likewise, of each row of `step.hidden`."""
     work: Work
     releases: list[I32] = field(default_factory=list)
 
@@ -65,6 +67,7 @@ def build(
         first, end_of_prompt = slots.score_start[slot][owner], slots.prompt[slot][owner]
         wanted |= scored[owner] & (positions + 1 >= first) & (positions + 1 < end_of_prompt)
     rows = np.flatnonzero(wanted).astype(np.int32)
+    hidden = _pooled(slots, slot, owner, row_start, end)
     row_sequence = owner[rows]
     sampling = _sampling(slots, rows, slot[row_sequence], positions[rows] + 1)
 
@@ -85,8 +88,20 @@ def build(
         pages=np.concatenate(pages),
         sampling=sampling,
         copies=np.array(copies, np.int32).reshape(-1, 2),
+        hidden=hidden,
     )
-    return Batch(step, sequences, end.tolist(), len(decodes), row_sequence, sampled, _work(start, count, len(decodes)))
+    work = _work(start, count, len(decodes))
+    return Batch(step, sequences, end.tolist(), len(decodes), row_sequence, sampled, owner[hidden], work)
+
+
+def _pooled(slots: Slots, slot: I32, owner: I32, row_start: I32, end: I32) -> I32:
+    """The rows whose hidden states are pooled, of sequences in `slot` [S] that are computed to their `end` [S]."""
+    kind = slots.pooling[slot]
+    if not kind.any():
+        return np.zeros(0, np.int32)
+    wanted = (kind == EVERY_ROW)[owner]
+    wanted[row_start[1:] - 1] |= (kind == LAST_ROW) & (end == slots.goal[slot])
+    return np.flatnonzero(wanted).astype(np.int32)
 
 
 def _work(start: I32, count: I32, decodes: int) -> Work:

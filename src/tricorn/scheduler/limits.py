@@ -67,6 +67,8 @@ def check_request(request: Request, limits: Limits) -> None:
     if not 0 <= request.seed < 2**64:
         raise TricornError(f"seed {request.seed} is not an unsigned 64-bit number")
     _check_numbers(params)
+    if params.pooling is not None and (params.max_tokens or params.prompt_logprobs is not None):
+        raise TricornError("a prompt that is pooled is neither continued nor scored: max_tokens must be 0")
     if params.allowed_token_ids or request.banned:
         _check_bans(request, limits)
 

@@ -217,6 +217,8 @@ class Scheduler:
         self._slots.tokens[slot[owners], batch.step.sampling.position[sampled]] = ids
         if not batch.sampled.all():
             self._score(batch, result)
+        if len(batch.hidden_sequence):
+            self._pool(batch, result)
         outputs = self._prefilled(batch)
         sequences = batch.sequences
         for row, owner, token in zip(sampled.tolist(), owners.tolist(), ids.tolist(), strict=True):
@@ -402,9 +404,7 @@ class Scheduler:
         if not self._slots.free:
             return False
         tokens, tree, pool = sequence.tokens, self.tree, self.pool
-        useful = min(len(tokens), max(sequence.total - 1, 1)) - 1  # one token at least is computed
-        if sequence.scoring:  # a token is scored where the one before it is computed
-            useful = min(useful, sequence.score_start - 1)
+        useful = sequence.reusable
         match = tree.match(sequence.namespace, tokens[:useful])
         count = pages_for(len(tokens)) - len(match.pages)
         if match.tail_page >= 0 and not self._fits(sequence, count):
@@ -460,7 +460,7 @@ class Scheduler:
         slots, slot, length = self._slots, self._running_slots(), len(sequence.tokens)
         columns = (
             (slots.length[slot], length),
-            (slots.goal[slot], max(sequence.total - 1, 1)),
+            (slots.goal[slot], sequence.goal),
             (slots.length[slot] - slots.prompt[slot], length - sequence.prompt_tokens),
             (slots.page_count[slot], pages_for(length)),
             (slots.page_count[slot] - slots.shared[slot], count),
@@ -486,6 +486,12 @@ class Scheduler:
             if sequence.scores is not None:
                 sequence.scores.append(_logprobs(result, row, sequence.request.params.prompt_logprobs or 0))
 
+    def _pool(self, batch: Batch, result: StepResult) -> None:
+        """Adds up hidden states in the order of their tokens, so that no bit depends on where a prompt was cut."""
+        for owner, hidden in zip(batch.hidden_sequence.tolist(), result.hidden.astype(np.float64), strict=True):
+            sequence = batch.sequences[owner]
+            sequence.pooled = hidden if sequence.pooled is None else sequence.pooled + hidden
+
     def _prefilled(self, batch: Batch) -> list[Output]:
         """Publishes prefilled pages; ends sequences that only wanted their prompt computed."""
         outputs = []
@@ -493,7 +499,8 @@ class Scheduler:
             if sequence.leaving:
                 continue
             self._publish(sequence, end)
-            if sequence.limit == 0 and end == self._slots.goal[sequence.slot]:
+            if sequence.limit == 0 and end == sequence.goal:
+                self._count_prompt(sequence)
                 outputs.append(self._end(sequence, "length"))
         return outputs
 
@@ -504,8 +511,7 @@ class Scheduler:
             return self._end(sequence, "error", message, refused=sequence.bans is not None)
         first = not sequence.first_token
         if first:
-            sequence.first_token = self._clock()
-            self.counts["prompt_tokens"] += sequence.prompt_tokens
+            self._count_prompt(sequence)
         logprobs = None if sequence.logprobs is None else [_logprobs(result, row, sequence.logprobs)]
         forced, sequence.forced = sequence.forced, None
         self.counts["forced_tokens"] += 0 if forced is None else 1 + len(forced)
@@ -529,6 +535,11 @@ class Scheduler:
             cached_tokens=max(sequence.cached_tokens, 0),
             timings=sequence.timings(self._clock()) if first else None,
         )
+
+    def _count_prompt(self, sequence: Sequence) -> None:
+        """Its prompt is computed."""
+        sequence.first_token = self._clock()
+        self.counts["prompt_tokens"] += sequence.prompt_tokens
 
     def _refuse(self, failed: list[tuple[Sequence, str]]) -> list[Output]:
         return [self._end(sequence, "error", why, refused=True) for sequence, why in failed if sequence.ended is None]
@@ -565,6 +576,7 @@ class Scheduler:
             error=error,
             refused=refused,
             timings=sequence.timings(self._clock()),
+            embedding=_embedding(sequence) if reason == "length" else None,
         )
 
     # Pages in, pages out
@@ -625,6 +637,7 @@ class Scheduler:
             sequence.leaving = False
             if sequence.scoring:
                 sequence.scores = [None] * sequence.score_start
+            sequence.pooled = None
             insort(self.waiting, sequence, key=arrival)
         slots.leave(sequence)
         self._full_until = -math.inf
@@ -663,6 +676,14 @@ class Scheduler:
         if self._order is None:
             self._order = np.array([sequence.slot for sequence in self.running], np.int32)
         return self._order
+
+
+def _embedding(sequence: Sequence) -> bytes | None:
+    """What a pooled sequence was for."""
+    if sequence.pooled is None:
+        return None
+    count = sequence.prompt_tokens if sequence.request.params.pooling == "mean" else 1
+    return (sequence.pooled / count).astype(np.float32).tobytes()
 
 
 def _logprobs(result: StepResult, row: int, count: int) -> TokenLogprobs:

@@ -6,13 +6,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tricorn.grammar.workers import Mask
-from tricorn.request import FinishReason, Request, Timings, TokenLogprobs
+from tricorn.request import FinishReason, Pooling, Request, Timings, TokenLogprobs
 from tricorn.runtime.step import PAGE
 from tricorn.scheduler.bans import bans
 from tricorn.scheduler.limits import Limits
 
 I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
 
 
 class Sequence:
@@ -30,6 +31,7 @@ class Sequence:
         "ended",
         "first_token",
         "forced",
+        "goal",
         "guide",
         "id",
         "in_flight",
@@ -43,6 +45,7 @@ class Sequence:
         "min_tokens",
         "namespace",
         "outputs",
+        "pooled",
         "prompt_tokens",
         "publish",
         "refused",
@@ -72,6 +75,8 @@ class Sequence:
         self.prompt_tokens = len(request.prompt)
         self.limit = min(params.max_tokens, limits.context - self.prompt_tokens)
         self.total = self.prompt_tokens + self.limit
+        self.goal = self.total if params.pooling else max(self.total - 1, 1)
+        """How many tokens are to be computed: the last one sampled never is."""
         self.outputs = len(request.resume)
         self.min_tokens = params.min_tokens
         self.stops = frozenset(params.stop_token_ids + (() if params.ignore_eos else limits.eos_ids))
@@ -83,6 +88,8 @@ class Sequence:
         if params.prompt_logprobs is not None:
             self.scores = [None] * self.score_start
         """The prompt's logprobs so far; None when not asked for or sent already."""
+        self.pooled: F64 | None = None
+        """The sum of the hidden states so far, or the one that is wanted."""
         self.in_flight = 0
         """Steps not committed yet that name this sequence. Its slot and pages stay until there are none."""
         self.ended: FinishReason | None = None
@@ -118,6 +125,15 @@ class Sequence:
         return self.slot >= 0 and not self.leaving
 
     @property
+    def reusable(self) -> int:
+        """How many of its tokens may come from the cache. One at least is computed; a token is scored where the one
+        before it is computed; and a mean wants all of them."""
+        if self.request.params.pooling == "mean":
+            return 0
+        most = min(len(self.tokens), self.goal) - 1
+        return min(most, self.score_start - 1) if self.scoring else most
+
+    @property
     def scoring(self) -> bool:
         """Whether prompt tokens remain to be scored, so that they and the one before must be computed."""
         return self.scores is not None and len(self.scores) < self.prompt_tokens
@@ -136,6 +152,9 @@ def _bias(ids: list[int], values: list[float]) -> tuple[I32, F32]:
     return np.array(ids, np.int32), np.array(values, np.float32)
 
 
+NO_ROW, LAST_ROW, EVERY_ROW = range(3)
+POOLING: dict[Pooling | None, int] = {None: NO_ROW, "last": LAST_ROW, "mean": EVERY_ROW}
+
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -145,7 +164,7 @@ class Slots:
     `tokens` [S, context] are all ids known; -1-j stands for the id that row j of the step in flight will sample.
     `pages` [S, P] is the page table, `shared` how many of its pages came from the tree. `length` counts tokens,
     `computed` those whose KV is computed or in flight, `goal` is where computing ends, `total` where the sequence ends.
-    The last sampled token is never computed, so goal = total - 1.
+    `pooling` tells which rows' hidden states are wanted.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -160,6 +179,7 @@ class Slots:
         self.top_k, self.logprobs, self.prompt_logprobs, self.min_tokens = np.zeros((4, count), np.int32)
         self.score_start = np.zeros(count, np.int32)
         self.seed = np.zeros(count, np.uint64)
+        self.pooling = np.zeros(count, np.int8)
         self.penalized, self.biased, self.scoring, self.guided, self.masked = np.zeros((5, count), np.bool_)
         self.mask = _decodable(limits)
 
@@ -176,7 +196,7 @@ class Slots:
         self.length[slot] = len(tokens)
         self.computed[slot] = computed
         self.total[slot] = sequence.total
-        self.goal[slot] = max(sequence.total - 1, 1)
+        self.goal[slot] = sequence.goal
         self.prompt[slot] = sequence.prompt_tokens
         self.floats[:, slot] = [getattr(params, name) for name in FLOATS]
         self.top_k[slot] = max(params.top_k, 0)
@@ -188,6 +208,7 @@ class Slots:
             params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
         )
         self.biased[slot] = bool(params.logit_bias)
+        self.pooling[slot] = POOLING[params.pooling]
         self.scoring[slot] = sequence.scoring
         self.guided[slot] = sequence.guide >= 0
         self.masked[slot] = sequence.guide >= 0 or sequence.bans is not None

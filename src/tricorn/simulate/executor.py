@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -296,7 +296,9 @@ class FakeExecutor:
         self._write(step, half)
         if half is not None:
             raise TricornError("the fake executor was told to fail")
-        return self._sample(step.sampling, self._read(step))
+        result = self._sample(step.sampling, self._read(step, step.sampling.rows))
+        hidden = (self._read(step, step.hidden) >> np.uint64(40)).astype(np.float32)  # as much as a float32 holds
+        return replace(result, hidden=hidden[:, None])
 
     def _write(self, step: Step, most: int | None) -> None:
         """Fills the places of the step's tokens: of all, or of the first `most`."""
@@ -326,9 +328,8 @@ class FakeExecutor:
         self._kv[pages[:most], 0, place[:most]] = prefix[:most]
         self._kv[pages[:most], 1, place[:most]] = sums[:most]
 
-    def _read(self, step: Step) -> U64:
-        """The fingerprint of each sampled row: of all its pages."""
-        rows = step.sampling.rows
+    def _read(self, step: Step, rows: I32) -> U64:
+        """The fingerprint of each of these rows: of all its pages."""
         page_start = step.page_start
         count = page_start[1:] - page_start[:-1]
         index = np.arange(len(step.pages), dtype=np.int32) - np.repeat(page_start[:-1], count)
