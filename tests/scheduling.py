@@ -131,6 +131,7 @@ class Bench:
         last = said[-1]
         assert (got, last.finish_reason) == (want.tokens, want.reason)
         assert last.stop_token == (got[-1] if want.reason == "stop" else None)
+        assert last.embedding == want.embedding
         assert all(0 <= output.cached_tokens < len(request.prompt) for output in said)
         if request.params.prompt_logprobs is not None:
             first = said[0].prompt_logprobs

@@ -40,6 +40,8 @@ def some_params(random: Random) -> dict[str, object]:
         params |= {"logprobs": random.randrange(4)}
     if random.random() < 0.15:
         params |= {"prompt_logprobs": random.randrange(3), "max_tokens": random.choice([0, 1, 5])}
+    elif random.random() < 0.15:
+        params |= {"pooling": random.choice(["mean", "last"]), "max_tokens": 0}
     return params
 
 
@@ -401,6 +403,26 @@ def test_a_prompt_preempted_while_it_is_scored_is_scored_anew(overlap: bool) -> 
     bench.run()
     assert bench.scheduler.counts["preemptions"] > 0
     bench.verify_all()
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_a_pooled_prompt_depends_on_nothing_but_itself(pooling: str) -> None:
+    """Cut into chunks, beside others, from the cache, and preempted half way."""
+    random = Random(25)
+    prompt = ids(random, 230)
+    bench = Bench(pages=20, budget=4, rows=4)
+    bench.add(ids(random, 30), max_tokens=250, ignore_eos=True)
+    for _ in range(3):
+        bench.step()
+    for _ in range(3):
+        bench.add(prompt, max_tokens=0, pooling=pooling)
+    bench.run()
+    assert bench.scheduler.counts["preemptions"] > 0
+    again = bench.add(prompt, max_tokens=0, pooling=pooling)
+    bench.run()
+    bench.verify_all()
+    assert len({bench.said[id][-1].embedding for id in list(bench.requests)[1:]}) == 1
+    assert (bench.said[again][-1].cached_tokens > 0) == (pooling == "last")
 
 
 @pytest.mark.parametrize(

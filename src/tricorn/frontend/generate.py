@@ -62,7 +62,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     `offsets` are the characters of the choice's text before each token of `token_ids`. The fields from
     `finish_reason` on tell how it stands: `stop_reason` is the stop string or stop token id that ended it (None for
-    the model's own end). `prompt_logprobs` comes with the first delta only, `timings` with the last.
+    the model's own end). `prompt_logprobs` comes with the first delta only, `timings` with the last, and so does the
+    `embedding` of a prompt that is pooled: float32 of the model's width.
     """
 
     index: int
@@ -76,6 +77,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     cached_tokens: int
     prompt_logprobs: list[TokenLogprobs | None] | None
     timings: Timings | None = None
+    embedding: bytes | None = None
 
 
 def join(deltas: list[Delta]) -> Delta:
@@ -93,6 +95,7 @@ def join(deltas: list[Delta]) -> Delta:
         cached_tokens=max(delta.cached_tokens for delta in deltas),
         prompt_logprobs=next((d.prompt_logprobs for d in deltas if d.prompt_logprobs is not None), None),
         timings=last.timings,
+        embedding=last.embedding,
     )
 
 
@@ -226,6 +229,7 @@ class Assembler:
             cached_tokens=output.cached_tokens,
             prompt_logprobs=output.prompt_logprobs,
             timings=None if reason is None else self._timings,
+            embedding=output.embedding,
         )
 
 
@@ -361,8 +365,10 @@ class Frontend:
         *,
         service: Service = Service(),
         visible: frozenset[int] = frozenset(),
+        together: int | None = None,
     ) -> AsyncGenerator[Delta, None]:
-        """Runs every prompt `params.n` times; choice i of prompt p has index p * n + i.
+        """Runs every prompt `params.n` times, so many sequences `together` at most; choice i of prompt p has index
+        p * n + i.
 
         Choice 0 uses the seed as it is, the others seeds derived from it, so that choice i does not depend on n. When
         the consumer closes the generator early, or a stop string completes, the engine's sequences are aborted.
@@ -375,7 +381,7 @@ class Frontend:
             for place, (prompt, own) in enumerate(zip(prompts, checked, strict=True))
             for choice in range(params.n)
         ]
-        return streams[0] if len(streams) == 1 else _merge(streams)
+        return streams[0] if len(streams) == 1 else _merge(streams, together or len(streams))
 
     async def _sequence(
         self,
@@ -387,7 +393,7 @@ class Frontend:
         visible: frozenset[int],
     ) -> AsyncGenerator[Delta, None]:
         assembler = Assembler(self.tokenizer, params, index, visible)
-        if params.max_tokens == 0 and params.prompt_logprobs is None:
+        if params.max_tokens == 0 and params.prompt_logprobs is None and params.pooling is None:
             yield assembler.push(Output(id="", token_ids=[], finish_reason="length"))  # type: ignore[misc]
             return
         request = Request(
@@ -439,13 +445,14 @@ def derive_seed(seed: int, choice: int) -> int:
     return z ^ (z >> 31)
 
 
-async def _merge(streams: list[AsyncGenerator[Delta, None]]) -> AsyncGenerator[Delta, None]:
-    """All deltas as they come. The first failure ends everything."""
+async def _merge(streams: list[AsyncGenerator[Delta, None]], together: int) -> AsyncGenerator[Delta, None]:
+    """All deltas as they come, of so many streams at a time. The first failure ends everything."""
+    turn = asyncio.Semaphore(together)
     queue: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue()
 
     async def pump(stream: AsyncGenerator[Delta, None]) -> None:
         try:
-            async with aclosing(stream):
+            async with turn, aclosing(stream):
                 async for delta in stream:
                     queue.put_nowait(delta)
             queue.put_nowait(None)

@@ -271,7 +271,7 @@ class Api:
         body = await exchange.body()
         self.work.open()
         sampling, completion, params = schema.read_completion(body)
-        prompts = schema.prompts(completion)
+        prompts = schema.prompts(completion.prompt)
         service = self._service(exchange, sampling)
         with await self.work.admit(sampling.model, len(prompts) * params.n) as ticket:
             work = self._complete(exchange, ticket, sampling, completion, prompts, params, service)

@@ -42,6 +42,7 @@ Id = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
+Prompts = str | list[str | int | list[int]]
 Simple = str | int | float | bool | None
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Alternatives = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
@@ -128,7 +129,7 @@ class Completion(msgspec.Struct, frozen=True):
     """The fields of a plain completion alone. `parse_special` false makes the text of a control token plain text,
     `add_special_tokens` false puts no start token in front of a text."""
 
-    prompt: str | list[str | int | list[int]]
+    prompt: Prompts
     logprobs: Alternatives | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
@@ -248,19 +249,18 @@ def read_completion(body: bytes) -> tuple[Sampling, Completion, SamplingParams]:
     return sampling, completion, params
 
 
-def prompts(completion: Completion) -> list[str | list[int]]:
-    """The prompts of a completion: one string, several, one list of ids, or several."""
-    prompt = completion.prompt
+def prompts(prompt: Prompts, name: str = "prompt") -> list[str | list[int]]:
+    """The prompts of a field: one string, several, one list of ids, or several."""
     if isinstance(prompt, str):
         return [prompt]
     if not prompt:
-        raise HttpError(400, "prompt is an empty list", "prompt", "invalid_value")
+        raise HttpError(400, f"{name} is an empty list", name, "invalid_value")
     if all(isinstance(item, int) for item in prompt):
         return [prompt]  # type: ignore[list-item]
     if len(prompt) > MAX_PROMPTS:
-        raise HttpError(400, f"prompt holds more than {MAX_PROMPTS} prompts", "prompt", "invalid_value")
+        raise HttpError(400, f"{name} holds more than {MAX_PROMPTS} prompts", name, "invalid_value")
     if not (all(isinstance(item, str) for item in prompt) or all(isinstance(item, list) for item in prompt)):
-        raise HttpError(400, "prompt mixes strings, ids and lists of ids", "prompt", "invalid_type")
+        raise HttpError(400, f"{name} mixes strings, ids and lists of ids", name, "invalid_type")
     return prompt  # type: ignore[return-value]
 
 

@@ -30,7 +30,7 @@ from tricorn.scheduler.policies.prefixes import PATIENCE_SECONDS
 from tricorn.scheduler.policies.priority import SECONDS_PER_POINT
 from tricorn.scheduler.scheduler import LEAST_CHUNK, RETRY_SECONDS
 from tricorn.simulate.config import EOS, Config
-from tricorn.simulate.executor import Answer
+from tricorn.simulate.executor import Answer, pooled
 
 
 class Violation(Exception):
@@ -224,5 +224,8 @@ def check_output(record: Record, output: Output) -> None:
         scores = output.prompt_logprobs or []
         if len(scores) != len(request.prompt):
             raise Violation(f"{request.id} brings {len(scores)} prompt logprobs for {len(request.prompt)} tokens")
+    pooling = request.params.pooling
+    if pooling and reason == "length" and output.embedding != pooled(request.prompt, pooling):
+        raise Violation(f"{request.id} brings an embedding that is not its prompt's")
     record.began = True
     record.reason = reason

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tricorn.request import FinishReason, Request, SamplingParams, TricornError
+from tricorn.request import FinishReason, Pooling, Request, SamplingParams, TricornError
 from tricorn.runtime.step import I32, PAGE, U8, U64, Sampling, Step, StepResult
 from tricorn.simulate.clock import VirtualClock
 
@@ -166,6 +166,22 @@ class Expected:
     logprobs: list[Score]
     prompt_logprobs: list[Score]
     reason: FinishReason
+    embedding: bytes | None
+
+
+def pooled(prompt: list[int], pooling: Pooling) -> bytes:
+    """The hidden states of a prompt as one: its fingerprints, as much of each as a float32 holds."""
+    positions = np.arange(len(prompt), dtype=np.int32)
+    values = _mix(np.cumsum(_keys(np.array(prompt, np.int32), positions), dtype=np.uint64))
+    page = positions // PAGE
+    sums = np.cumsum(values, dtype=np.uint64)
+    opened = sums - (sums - values)[page * PAGE]
+    weighed = opened * _WEIGHTS[page]
+    full = np.cumsum(np.concatenate([np.zeros(1, np.uint64), weighed[PAGE - 1 :: PAGE]]), dtype=np.uint64)
+    states = _mix(full[page] + weighed) >> np.uint64(40)
+    wanted = states if pooling == "mean" else states[-1:]
+    return np.array([int(wanted.sum()) / len(wanted)], np.float32).tobytes()
+
 
 
 def expected(request: Request, context: int, eos: Iterable[int]) -> Expected:
@@ -176,7 +192,8 @@ def expected(request: Request, context: int, eos: Iterable[int]) -> Expected:
     while answer.reason is None:
         rows.append(answer.next_scored(p.logprobs or 0))
     scores = [] if p.prompt_logprobs is None else prompt_scores(request.prompt, p.prompt_logprobs)
-    return Expected([token for token, _ in rows], [score for _, score in rows], scores, answer.reason)
+    embedding = None if p.pooling is None else pooled(request.prompt, p.pooling)
+    return Expected([token for token, _ in rows], [score for _, score in rows], scores, answer.reason, embedding)
 
 
 @dataclass

@@ -252,6 +252,8 @@ class World:
         kind = random.random()
         if kind < 0.03:
             return SamplingParams(max_tokens=random.choice([0, 1]), prompt_logprobs=1)
+        if kind < 0.04:
+            return SamplingParams(max_tokens=0, pooling="mean" if kind < 0.035 else "last")
         if kind < 0.06:
             return SamplingParams(max_tokens=output, frequency_penalty=0.5, min_tokens=3, logit_bias={5: 1.0})
         return SamplingParams(max_tokens=output, ignore_eos=kind < 0.5, temperature=0.0)
