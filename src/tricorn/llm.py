@@ -18,15 +18,18 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tricorn.compiler import ensure
 from tricorn.compiler.engine_file import EngineFile
 from tricorn.engine.client import InProcessClient
 from tricorn.engine.options import EngineOptions
+from tricorn.frontend.embedding import vector
 from tricorn.frontend.generate import Delta, Frontend, join, load_text
 from tricorn.frontend.template import Message
-from tricorn.request import FinishReason, SamplingParams, TokenLogprobs, TricornError
+from tricorn.request import FinishReason, Pooling, SamplingParams, TokenLogprobs, TricornError
 
 T = TypeVar("T")
 
@@ -48,13 +51,14 @@ class CompletionOutput:
 @dataclass(frozen=True)
 class RequestOutput:
     """The answer to one prompt: `outputs` holds `n` choices. `prompt` is None for one given as ids or as messages;
-    `cached_tokens` is how many of its tokens came from the prefix cache."""
+    `cached_tokens` is how many of its tokens came from the prefix cache, `embedding` what a pooled prompt is for."""
 
     prompt: str | None
     prompt_token_ids: list[int]
     prompt_logprobs: list[TokenLogprobs | None] | None
     outputs: list[CompletionOutput]
     cached_tokens: int
+    embedding: bytes | None = None
 
 
 class LLM:
@@ -125,6 +129,25 @@ class LLM:
                 yield delta
         finally:
             self._run(deltas.aclose())
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling: Pooling = "mean",
+        normalize: bool = True,
+        dimensions: int | None = None,
+        progress: bool = True,
+    ) -> NDArray[np.float32]:
+        """A vector for each prompt, [P, D]: the model's last hidden states, pooled, cut to the first `dimensions`, and
+        brought to length 1 if they are to be. Raises TricornError.
+        """
+        several = _several(prompts)
+        params = SamplingParams(max_tokens=0, pooling=pooling)
+        found = self._run(self._answer(several, [params] * len(several), progress))
+        return np.stack(
+            [vector(answer.embedding or b"", normalize=normalize, dimensions=dimensions) for answer in found]
+        )
 
     def encode(self, text: str) -> list[int]:
         """The ids of a raw prompt, with BOS in front where the model wants one. Raises TricornError."""
@@ -226,7 +249,8 @@ async def _collect(
     done()
     scored = next((delta.prompt_logprobs for delta in choices[0] if delta.prompt_logprobs is not None), None)
     outputs = [_output(deltas) for deltas in choices]
-    return RequestOutput(prompt, ids, scored, outputs, max(delta.cached_tokens for delta in choices[0]))
+    cached, embedding = max(delta.cached_tokens for delta in choices[0]), choices[0][-1].embedding
+    return RequestOutput(prompt, ids, scored, outputs, cached, embedding)
 
 
 def _output(deltas: list[Delta]) -> CompletionOutput:

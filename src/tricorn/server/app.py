@@ -1,6 +1,7 @@
 """The OpenAI-compatible API over a frontend.
 
 POST /v1/chat/completions, /v1/completions      streamed (server-sent events) and not
+POST /v1/responses, /v1/embeddings              see `responses`, `embeddings`
 POST /v1/messages, /api/chat, /v2/...           see `anthropic`, `ollama`, `kserve`
 POST /tokenize, /detokenize, ...                see `helpers`
 GET  /v1/models, /v1/models/{id}                the one model served
@@ -40,6 +41,7 @@ from tricorn.server.abort import Aborts
 from tricorn.server.answers import Fields, Prompt
 from tricorn.server.batches import BATCHED, Batches, Inside
 from tricorn.server.console import Console
+from tricorn.server.embeddings import Embeddings
 from tricorn.server.errors import HttpError, printable, too_late
 from tricorn.server.exchange import OPENAI, Dialect, Endpoint, Exchange, HeaderLimit, request_id
 from tricorn.server.files import Files, open_folder
@@ -107,7 +109,7 @@ def create_app(frontend: Frontend, options: ServerOptions, tracing: Tracing | No
     api = Api(frontend, options, tracing)
     description = Description()
     groups: dict[str, tuple[Dialect, Routes]] = {
-        "OpenAI": (OPENAI, (*api.routes, *api.files.routes, *api.batches.routes)),
+        "OpenAI": (OPENAI, (*api.routes, *api.embeddings.routes, *api.files.routes, *api.batches.routes)),
         "Responses": (responses.DIALECT, responses.Responses(api.work).routes),
         "Console": (OPENAI, (*Console().routes, *Aborts(api.work).routes)),
         "Helpers": (OPENAI, Helpers(api.work).routes),
@@ -189,10 +191,11 @@ class Api:
         """Every route that is served, those of all protocols."""
         self.work = Generations(frontend, gate, self.guard.rates, self.metrics, options.name, options.drain_seconds)
 
+        self.embeddings = Embeddings(self.work)
         self.files = Files(*open_folder(options.state_dir))
         endpoints = {
             operation.path: Endpoint(operation.path, operation.handle, self.journal, self.metrics.error)
-            for operation in self.routes
+            for operation in (*self.routes, *self.embeddings.routes)
             if operation.path in BATCHED
         }
         slots = info.max_sequences

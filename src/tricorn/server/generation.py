@@ -123,9 +123,7 @@ class Generations:
         """The deltas of every choice, counted as they come, of as many at a time as were let in; tokens that are
         `visible` show. Leaving early aborts what is left."""
         lengths = [len(prompt) for prompt in prompts]
-        deltas = self.frontend.generate(
-            prompts, params, service=service, visible=visible, together=ticket.sequences
-        )
+        deltas = self.frontend.generate(prompts, params, service=service, visible=visible, together=ticket.sequences)
         counted = msgspec.structs.replace(params, max_tokens=min(params.max_tokens, self.frontend.context))
         with self._reserved(exchange, lengths, counted):
             ticket.queue(sum(lengths), await self.frontend.client.stats())

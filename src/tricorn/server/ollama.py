@@ -1,6 +1,7 @@
 """The Ollama API.
 
 POST /api/chat, /api/generate     as lines of JSON (unless `stream` is false)
+POST /api/embed, /api/embeddings  vectors of texts
 POST /api/show                    what the model is
 GET  /api/tags, /api/ps           the one model served
 GET  /api/version
@@ -12,6 +13,7 @@ long as the server is: what asks to load or unload it succeeds and does nothing.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
@@ -28,6 +30,7 @@ from tricorn.request import Constraint, SamplingParams, Service
 from tricorn.server import answers, schema
 from tricorn.server.bodies import Refusals, check_form, check_refused, decode
 from tricorn.server.constraints import json_constraint
+from tricorn.server.embeddings import Dimensions, Embedded, Embedder, Work
 from tricorn.server.errors import HttpError, too_late
 from tricorn.server.exchange import Dialect, Exchange
 from tricorn.server.generation import Generations, service_of, unserved
@@ -154,6 +157,22 @@ class Generate(Ask, frozen=True, kw_only=True):
     raw: bool | None = None
 
 
+class Embed(msgspec.Struct, frozen=True):
+    """The fields of /api/embed. Texts that are too long are cut unless `truncate` is false."""
+
+    model: Annotated[str, Meta(max_length=512)]
+    input: str | Annotated[list[str], Meta(max_length=schema.MAX_PROMPTS)] = ""
+    truncate: bool | None = None
+    dimensions: Dimensions | None = None
+
+
+class EmbedOne(msgspec.Struct, frozen=True):
+    """The fields of /api/embeddings, whose vectors are not normalized."""
+
+    model: Annotated[str, Meta(max_length=512)]
+    prompt: str = ""
+
+
 class Named(msgspec.Struct, frozen=True):
     """What asks about a model; older clients call it `name`."""
 
@@ -182,6 +201,8 @@ REFUSED_OPTIONS: Refusals = {
 
 _chat = msgspec.json.Decoder(Chat)
 _generate = msgspec.json.Decoder(Generate)
+_embed = msgspec.json.Decoder(Embed)
+_embed_one = msgspec.json.Decoder(EmbedOne)
 _named = msgspec.json.Decoder(Named)
 _given_options = msgspec.json.Decoder(_Given)
 
@@ -240,6 +261,7 @@ class Ollama:
     def __init__(self, work: Generations) -> None:
         self._work = work
         self._frontend = work.frontend
+        self._embedder = Embedder(work)
         self._since = _now()
 
     @property
@@ -247,6 +269,8 @@ class Ollama:
         return (
             Operation("POST", "/api/chat", self.chat, "key", "Answer a conversation", (Chat,)),
             Operation("POST", "/api/generate", self.generate, "key", "Answer or go on with a text", (Generate,)),
+            Operation("POST", "/api/embed", self.embed, "key", "Vectors of texts", (Embed,)),
+            Operation("POST", "/api/embeddings", self.embed_one, "key", "The vector of a text", (EmbedOne,)),
             Operation("POST", "/api/show", self.show, "key", "What the model is", (Named,)),
             Operation("GET", "/api/tags", self.tags, "key", "The models: one"),
             Operation("GET", "/api/ps", self.ps, "key", "The models that are loaded: one"),
@@ -350,6 +374,51 @@ class Ollama:
             "eval_duration": _nanoseconds(0.0 if entry.first_token is None else now - entry.first_token),
         }
 
+    # --- embeddings
+
+    async def embed(self, exchange: Exchange) -> None:
+        body = await exchange.body()
+        self._work.open()
+        _check(body)
+        ask = decode(_embed, body)
+        texts = [ask.input] if ask.input and isinstance(ask.input, str) else list(ask.input)
+        longest = None if ask.truncate is False else -1
+        work = Work(texts, dimensions=ask.dimensions, longest=longest)
+
+        def shown(embedded: Embedded) -> Fields:
+            counted = {"prompt_eval_count": exchange.entry.prompt_tokens, "load_duration": 0}
+            spent = {"total_duration": _nanoseconds(time.monotonic() - exchange.entry.started)}
+            vectors = [vector.tolist() for vector in embedded.vectors]
+            return {"model": ask.model, "embeddings": vectors, **spent, **counted}
+
+        await self._embed(exchange, ask.model, work, shown)
+
+    async def embed_one(self, exchange: Exchange) -> None:
+        body = await exchange.body()
+        self._work.open()
+        _check(body)
+        ask = decode(_embed_one, body)
+        work = Work([ask.prompt] if ask.prompt else [], normalize=False, longest=-1)
+
+        def shown(embedded: Embedded) -> Fields:
+            return {"embedding": [number for vector in embedded.vectors for number in vector.tolist()]}
+
+        await self._embed(exchange, ask.model, work, shown)
+
+    async def _embed(self, exchange: Exchange, model: str, work: Work, shown: Callable[[Embedded], Fields]) -> None:
+        """No text loads the model, which is there already."""
+        if not work.prompts:
+            self._work.check_model(bare(model))
+            await exchange.answer_json(shown(Embedded([], [], [])))
+            return
+        service = service_of(exchange)
+
+        async def run(ticket: Ticket) -> None:
+            await exchange.answer_json(shown(await self._embedder.embed(exchange, ticket, work, service, "")))
+
+        with await self._embedder.admit(bare(model), len(work.prompts)) as ticket:
+            await self._work.perform(exchange, run(ticket), service.deadline)
+
     # --- the model
 
     async def show(self, exchange: Exchange) -> None:
@@ -366,7 +435,7 @@ class Ollama:
                 "modified_at": self._since,
                 "template": "" if template is None else template.source,
                 "details": self._details(),
-                "capabilities": ["completion", "tools"] if template else ["completion"],
+                "capabilities": ["completion", *(["tools"] if template else []), "embedding"],
                 "model_info": {
                     "general.name": info.model,
                     "general.context_length": info.context,

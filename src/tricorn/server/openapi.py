@@ -72,6 +72,23 @@ _HEAD = {"id": STRING, "object": STRING, "created": INTEGER, "model": STRING}
 _ENDED = {"index": INTEGER, "finish_reason": _or_null(STRING), "stop_reason": _or_null({"type": ["string", "integer"]})}
 _CHAT_CHOICE = _object(message=_object(role=STRING, content=_or_null(STRING)), logprobs=_or_null(_object()), **_ENDED)
 _CHOICE = _object(text=STRING, logprobs=_or_null(_object()), **_ENDED)
+_VECTOR = {"anyOf": [_list(NUMBER), STRING]}
+_EMBEDDED = {"prompt_eval_count": INTEGER, "total_duration": INTEGER, "load_duration": INTEGER}
+_RESPONSE = _object(
+    id=STRING,
+    object=STRING,
+    created_at=NUMBER,
+    model=STRING,
+    status=STRING,
+    output=_list(_object(id=STRING, type=STRING, status=STRING)),
+    usage=_object(
+        input_tokens=INTEGER,
+        input_tokens_details=_object(cached_tokens=INTEGER),
+        output_tokens=INTEGER,
+        output_tokens_details=_object(reasoning_tokens=INTEGER),
+        total_tokens=INTEGER,
+    ),
+)
 _MODEL = _object(id=STRING, object=STRING, created=INTEGER, owned_by=STRING, max_model_len=INTEGER)
 _FILE = _object(id=STRING, object=STRING, bytes=INTEGER, created_at=INTEGER, filename=STRING, purpose=STRING)
 _BATCH = _object(
@@ -92,6 +109,11 @@ _OLLAMA_END = {"done_reason": STRING, "eval_count": INTEGER, "prompt_eval_count"
 ANSWERS: Mapping[str, Fields] = {
     "/v1/chat/completions": _object(**_HEAD, choices=_list(_CHAT_CHOICE), usage=_USAGE, timings=_TIMINGS),
     "/v1/completions": _object(**_HEAD, choices=_list(_CHOICE), usage=_USAGE, timings=_TIMINGS),
+    "/v1/embeddings": _object(
+        **_HEAD, data=_list(_object(object=STRING, index=INTEGER, embedding=_VECTOR)), usage=_USAGE, timings=_TIMINGS
+    ),
+    "/v1/responses": _RESPONSE,
+    "/v1/responses/{id}": _RESPONSE,
     "/v1/models": _object(object=STRING, data=_list(_MODEL)),
     "/v1/models/{id}": _MODEL,
     "/v1/files": _FILE,
@@ -124,6 +146,8 @@ ANSWERS: Mapping[str, Fields] = {
         model=STRING, created_at=STRING, message=_object(role=STRING, content=STRING), done=BOOLEAN, **_OLLAMA_END
     ),
     "/api/generate": _object(model=STRING, created_at=STRING, response=STRING, done=BOOLEAN, **_OLLAMA_END),
+    "/api/embed": _object(model=STRING, embeddings=_list(_list(NUMBER)), **_EMBEDDED),
+    "/api/embeddings": _object(embedding=_list(NUMBER)),
     "/api/tags": _object(models=_list(_object(name=STRING, model=STRING, details=_object()))),
     "/api/version": _object(version=STRING),
     "/v2": _object(name=STRING, version=STRING, extensions=_list(STRING)),

@@ -272,6 +272,14 @@ def truncated(ids: list[int], body: Sampling, max_tokens: int, context: int) -> 
     return ids if most is None else ids[-most:]
 
 
+def checked_truncation(most: int | None) -> int | None:
+    """Raises HttpError 400 for nothing at all."""
+    if most == 0:
+        message = "truncate_prompt_tokens must be -1, or 1 and more"
+        raise HttpError(400, message, "truncate_prompt_tokens", "invalid_value")
+    return most
+
+
 def variables(chat: Chat, template: ChatTemplate | None) -> dict[str, Any]:
     """What the chat template is given beside the messages. Raises HttpError 400 for documents that it has no use
     for.
@@ -302,9 +310,7 @@ def _params(body: Sampling, max_tokens: int | None, logprobs: int | None) -> Sam
         raise HttpError(400, "continuous_usage_stats needs include_usage to be true", "stream_options", "invalid_value")
     if sum(map(len, body.bad_words or ())) > MAX_BAD_CHARACTERS:
         raise HttpError(400, f"bad_words has more than {MAX_BAD_CHARACTERS} characters", "bad_words", "invalid_value")
-    if body.truncate_prompt_tokens == 0:
-        message = "truncate_prompt_tokens must be -1, or 1 and more"
-        raise HttpError(400, message, "truncate_prompt_tokens", "invalid_value")
+    checked_truncation(body.truncate_prompt_tokens)
     if body.seed is not None and not -(2**63) <= body.seed < 2**64:
         raise HttpError(400, "seed must be from -2^63 to 2^64 - 1", "seed", "invalid_value")
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())

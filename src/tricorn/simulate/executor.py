@@ -183,7 +183,6 @@ def pooled(prompt: list[int], pooling: Pooling) -> bytes:
     return np.array([int(wanted.sum()) / len(wanted)], np.float32).tobytes()
 
 
-
 def expected(request: Request, context: int, eos: Iterable[int]) -> Expected:
     """The whole answer."""
     p = request.params
