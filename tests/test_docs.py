@@ -21,7 +21,7 @@ import typer
 from tricorn.cli import app
 from tricorn.engine.messages import EngineInfo, EngineStats, Survival, TierStats
 from tricorn.scheduler.limits import Limits
-from tricorn.server import schema
+from tricorn.server import embeddings, responses, schema
 from tricorn.server.errors import HttpError
 from tricorn.server.metrics import Metrics
 from tricorn.weights.hub import BUILTIN, is_pulled
@@ -182,6 +182,8 @@ def test_a_wrong_command_is_noticed(wrong: str) -> None:
         ("Fields that both routes honour", schema.Sampling),
         ("Chat only", schema.Chat),
         ("Completions only", schema.Completion),
+        ("Responses", responses.Ask),
+        ("Embeddings", embeddings.Ask),
     ],
 )
 def test_every_field_is_described(title: str, body: Any) -> None:

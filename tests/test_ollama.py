@@ -150,7 +150,7 @@ def test_the_model_is_shown(client: ollama.Client, server: Served) -> None:
     assert [model.model for model in client.ps().models] == ["small"]
     assert client.ps().models[0].context_length > 0
     shown = client.show("small:latest")
-    assert shown.capabilities == ["completion", "tools"]
+    assert shown.capabilities == ["completion", "tools", "embedding"]
     assert shown.modelinfo["general.context_length"] == client.ps().models[0].context_length
     assert shown.template
     assert httpx.get(f"{server.url}/api/version").json()["version"]

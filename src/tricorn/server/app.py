@@ -110,7 +110,7 @@ def create_app(frontend: Frontend, options: ServerOptions, tracing: Tracing | No
     description = Description()
     groups: dict[str, tuple[Dialect, Routes]] = {
         "OpenAI": (OPENAI, (*api.routes, *api.embeddings.routes, *api.files.routes, *api.batches.routes)),
-        "Responses": (responses.DIALECT, responses.Responses(api.work).routes),
+        "Responses": (responses.DIALECT, api.responses.routes),
         "Console": (OPENAI, (*Console().routes, *Aborts(api.work).routes)),
         "Helpers": (OPENAI, Helpers(api.work).routes),
         "Anthropic": (anthropic.DIALECT, anthropic.Anthropic(api.work).routes),
@@ -192,10 +192,11 @@ class Api:
         self.work = Generations(frontend, gate, self.guard.rates, self.metrics, options.name, options.drain_seconds)
 
         self.embeddings = Embeddings(self.work)
+        self.responses = responses.Responses(self.work)
         self.files = Files(*open_folder(options.state_dir))
         endpoints = {
             operation.path: Endpoint(operation.path, operation.handle, self.journal, self.metrics.error)
-            for operation in (*self.routes, *self.embeddings.routes)
+            for operation in (*self.routes, *self.embeddings.routes, *self.responses.routes)
             if operation.path in BATCHED
         }
         slots = info.max_sequences

@@ -37,7 +37,7 @@ WINDOW_SECONDS = 86_400
 ROOM_SECONDS = 0.05
 """How often a line that waits looks for a free slot."""
 
-BATCHED = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+BATCHED = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 """What a line may ask."""
 
 log = logging.getLogger("tricorn.server")

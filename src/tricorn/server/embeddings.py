@@ -22,7 +22,6 @@ from tricorn.engine.gate import Ticket
 from tricorn.frontend.embedding import vector
 from tricorn.frontend.generate import Delta
 from tricorn.request import Pooling, SamplingParams, Service
-from tricorn.scheduler.limits import MAX_PRIORITY
 from tricorn.server import answers, schema
 from tricorn.server.answers import Prompt
 from tricorn.server.bodies import Refusals, check_form, decode
@@ -49,7 +48,7 @@ class Ask(msgspec.Struct, frozen=True):
     normalize: bool | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=schema.MAX_TOKENS)] | None = None
-    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    priority: schema.Priority | None = None
     user: Annotated[str, Meta(max_length=512)] | None = None
 
 

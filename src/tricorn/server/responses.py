@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from tricorn.engine.gate import Ticket
-from tricorn.frontend.generate import Delta, join
+from tricorn.frontend.generate import Delta
 from tricorn.frontend.tools import MOST_TOOLS, Tools
 from tricorn.frontend.turn import Piece
 from tricorn.request import Constraint, SamplingParams, Service
@@ -85,6 +85,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | Fields | None = None
     parallel_tool_calls: bool | None = None
     metadata: Annotated[dict[str, str], Meta(max_length=16)] | None = None
+    priority: schema.Priority | None = None
 
     @property
     def params(self) -> SamplingParams:
@@ -118,7 +119,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 REFUSED: Refusals = {
-    **dict.fromkeys(schema.KNOWN - set(Ask.__struct_fields__) - {"priority"}, ()),
+    **dict.fromkeys(schema.KNOWN - set(Ask.__struct_fields__), ()),
     "background": (False,),
     "conversation": (),
     "max_tool_calls": (),
@@ -187,6 +188,7 @@ class Answer:
         self._open: tuple[str, int] | None = None  # the kind of the last item, while it grows, and which of the calls
         self._numbered = 0
         self._cached = 0
+        self._thought = 0
 
     def begin(self) -> list[Fields]:
         """The events before anything has come."""
@@ -198,6 +200,7 @@ class Answer:
         events: list[Fields] = []
         self._cached = max(self._cached, delta.cached_tokens)
         if piece.thought:
+            self._thought = delta.completion_tokens
             events += self._start(("reasoning", 0)) + self._grow("reasoning_text", piece.thought)
         if piece.words:
             events += self._start(("message", 0)) + self._grow("output_text", piece.words)
@@ -241,7 +244,7 @@ class Answer:
             "input_tokens": self._prompt_tokens,
             "input_tokens_details": {"cached_tokens": self._cached},
             "output_tokens": output_tokens,
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": self._thought},
             "total_tokens": self._prompt_tokens + output_tokens,
         }
 
@@ -361,7 +364,7 @@ class Responses:
         self._work.open()
         check_form(body, REFUSED)
         ask = decode(_ask, body)
-        service = service_of(exchange)
+        service = msgspec.structs.replace(service_of(exchange), priority=ask.priority or 0)
         with await self._work.admit(ask.model) as ticket:
             await self._work.perform(exchange, self._answer(exchange, ticket, ask, service), service.deadline)
 
@@ -377,29 +380,18 @@ class Responses:
         )
         params = msgspec.structs.replace(params, constraint=turn.constraint)
         reader, answer = turn.reader(), Answer(ask, self._work.name, len(ids))
+        events, last = answer.begin(), Fields()
         async with self._work.run(exchange, ticket, [ids], params, service, answer.id, turn.visible) as deltas:
-            if ask.stream:
-                last = await self._stream(exchange, answer, reader.push, deltas)
-            else:
-                delta = join([delta async for delta in deltas])
+            async for delta in deltas:
                 if unserved(delta):
                     raise too_late()
-                last = answer.push(delta, reader.push(delta))[-1]
+                events += answer.push(delta, reader.push(delta))
+                if ask.stream:
+                    await exchange.events(*events)
+                last, events = (events or [last])[-1], []
         if ask.store is not False:
             self._store.put(exchange.tenant, last["response"], [*messages, *answer.messages])
         await (exchange.end_events(b"") if ask.stream else exchange.answer_json(last["response"]))
-
-    @staticmethod
-    async def _stream(exchange: Exchange, answer: Answer, read: Any, deltas: Any) -> Fields:
-        """Sends the events as they come; gives the last."""
-        events = answer.begin()
-        async for delta in deltas:
-            if unserved(delta):
-                raise too_late()
-            events += answer.push(delta, read(delta))
-            await exchange.events(*events)
-            last, events = events[-1:], []
-        return dict(last[0])
 
     async def show(self, exchange: Exchange) -> None:
         kept = self._store.get(exchange.tenant, exchange.path_parameter("id") or "")

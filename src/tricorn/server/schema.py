@@ -43,6 +43,7 @@ Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
 StopString = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 BadWord = Annotated[str, Meta(min_length=1, max_length=MAX_BAD_WORD_CHARACTERS)]
 Prompts = str | list[str | int | list[int]]
+Priority = Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]
 Simple = str | int | float | bool | None
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
 Alternatives = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
@@ -90,7 +91,7 @@ class Sampling(msgspec.Struct, frozen=True):
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=MAX_TOKENS)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=128)] | None = None
     timeout: Annotated[float, Meta(gt=0.0, le=MAX_TIMEOUT)] | None = None
-    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
+    priority: Priority | None = None
     retention: Annotated[int, Meta(ge=0, le=100)] | None = None
     pin_seconds: Annotated[float, Meta(ge=0.0, le=MAX_PIN_SECONDS)] | None = None
 
