@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from csv import DictWriter
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -296,6 +298,76 @@ def bench_soak(
     from tricorn.bench import soak
 
     _report(soak.run(model, minutes, seed, _tell), json)
+
+
+@bench.command("serve")
+def bench_serve(
+    url: Annotated[
+        str, typer.Option(help="Of the server, such as http://127.0.0.1:8000. [default: one of MODEL]")
+    ] = "",
+    model: ModelOption = DEFAULT_MODEL,
+    workload: Annotated[
+        str, typer.Option(help="alpha, beta, plain, chat, agent, rag, burst, mixed, or a file of JSON lines.")
+    ] = "plain",
+    requests: Annotated[int, typer.Option(help="Sessions: a request each, or several in chat and agent.", min=1)] = 64,
+    concurrency: Annotated[str, typer.Option(help="Closed loop: sessions at once, several after commas.")] = "",
+    rate: Annotated[str, typer.Option(help="Open loop: sessions a second, at random, several after commas.")] = "",
+    endpoint: Annotated[Literal["completions", "chat"], typer.Option(help="What is asked.")] = "completions",
+    slo: Annotated[str, typer.Option(help="What counts as good, in milliseconds, such as ttft=1000,tpot=50.")] = "",
+    key: Annotated[str, typer.Option(envvar="TRICORN_BENCH_KEY", help="Shown to the server.")] = "",
+    warmup: Annotated[int, typer.Option(help="Requests before it counts.", min=0)] = 2,
+    seed: Annotated[int, typer.Option(help="Of prompts and moments.", min=0)] = 0,
+    html: Annotated[Path | None, typer.Option(help="Write a report with plots here.")] = None,
+    csv: Annotated[Path | None, typer.Option(help="Write a line for each run here.")] = None,
+    json: Json = False,
+) -> None:
+    """Put load on a server that speaks OpenAI's API, and tell throughput, latencies and goodput."""
+    import msgspec
+
+    from tricorn.bench import report
+    from tricorn.bench.serve import Spec, measure_all
+    from tricorn.bench.summary import ROWS, Slo, flat
+
+    common = Spec(
+        workload=workload,
+        requests=requests,
+        endpoint=endpoint,
+        seed=seed,
+        warmup=warmup,
+        slo=Slo.parse(slo) if slo else None,
+        headers={"authorization": f"Bearer {key}"} if key else {},
+    )
+    loops = [{"concurrency": count} for count in (numbers("--concurrency", concurrency) if concurrency else ())]
+    loads = loops + [{"rate": each} for each in _rates(rate)]
+    specs = [replace(common, seed=seed + run, **load) for run, load in enumerate(loads or [{}])]
+    runs = measure_all(url or None, model, specs)
+    if html is not None:
+        html.write_text(report.page(f"{workload} on {url or short_name(model)}", runs))
+    if csv is not None:
+        rows = [flat(run.summary) for run in runs]
+        with csv.open("w", newline="") as file:
+            writer = DictWriter(file, list(rows[0]), extrasaction="ignore")
+            writer.writeheader()
+            writer.writerows(rows)
+    if json:
+        print(msgspec.json.encode({"runs": [run.summary for run in runs]}).decode())
+        return
+    print(f"{'':28}" + "".join(f"{run.summary.load:>24}" for run in runs))
+    for label, show in ROWS:
+        print(f"{label:28}" + "".join(f"{show(run.summary):>24}" for run in runs))
+    for run in runs:
+        for kind, count in run.summary.errors.items():
+            print(f"failed, {run.summary.load}: {kind}: {count}")
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        found = [float(part) for part in text.split(",") if part]
+    except ValueError:
+        found = [0.0]
+    if not all(0 < rate < 1e6 for rate in found):
+        raise typer.BadParameter(f"{text!r}: give numbers above 0, such as 0.5,2", param_hint="--rate")
+    return found
 
 
 def _tell(line: str) -> None:

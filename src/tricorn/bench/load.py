@@ -12,6 +12,7 @@ import itertools
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from random import Random
@@ -55,11 +56,27 @@ TEXT = (
 # What came back
 
 
+class UsageDetails(msgspec.Struct, frozen=True):
+    cached_tokens: int | None = None
+
+
 class Usage(msgspec.Struct, frozen=True):
     """As the server counts."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    prompt_tokens_details: UsageDetails | None = None
+
+    @property
+    def total(self) -> int:
+        """Which does not depend on what is cached."""
+        return self.prompt_tokens + self.completion_tokens
+
+    @property
+    def cached(self) -> int:
+        """Tokens of the prompt that came from a cache, as far as the server says."""
+        details = self.prompt_tokens_details
+        return 0 if details is None else details.cached_tokens or 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +153,9 @@ class Client:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise TricornError(f"{url} is no address of a server: give one such as http://127.0.0.1:8000")
+        self.url = url
         self._secure = parts.scheme == "https"
-        self._host, self._port = parts.hostname, parts.port or (443 if self._secure else 80)
+        self._host, self.port = parts.hostname, parts.port or (443 if self._secure else 80)
         self._base = parts.path.rstrip("/")
         self._netloc = parts.netloc.rpartition("@")[2]
 
@@ -206,16 +224,33 @@ class Client:
             raise TricornError("the server does not tell its max_model_len")
         return int(card["max_model_len"])
 
-    async def vocabulary(self) -> list[int]:
-        """Ids of the served tokenizer to draw prompts from. Raises TricornError when the server does not tell ids."""
-        body = {"prompt": TEXT, "max_tokens": 1, "return_token_ids": True, "add_special_tokens": False}
-        answer = await self.fetch("POST", "/v1/completions", msgspec.json.encode(body))
+    async def model(self) -> str:
+        """The name of the first model that is served. Raises TricornError."""
         try:
-            choice = msgspec.json.decode(answer.body)["choices"][0]
-            return sorted(set(map(int, choice["prompt_token_ids"])))
+            return str((await self.json("/v1/models"))["data"][0]["id"])
+        except (LookupError, TypeError):
+            raise TricornError("GET /v1/models names no model") from None
+
+    async def vocabulary(self) -> list[int]:
+        """Ids of the served tokenizer to draw prompts from, as /tokenize tells them (in vLLM's words, which are ours,
+        or in llama.cpp's). Raises TricornError when the server does not tell ids."""
+        said = ""
+        for body in ({"prompt": TEXT, "add_special_tokens": False}, {"content": TEXT, "add_special": False}):
+            answer = await self.fetch("POST", "/tokenize", msgspec.json.encode(body))
+            said = f"status {answer.status} {answer.error or answer.body[:200].decode(errors='replace')}"
+            with suppress(msgspec.DecodeError, LookupError, TypeError, ValueError):
+                if found := sorted(set(map(int, msgspec.json.decode(answer.body)["tokens"]))):
+                    return found
+        raise TricornError(f"POST /tokenize tells no tokens: {said}")
+
+    async def text(self, ids: Sequence[int]) -> str:
+        """What these ids say. Raises TricornError when the server does not tell."""
+        answer = await self.fetch("POST", "/detokenize", msgspec.json.encode({"tokens": ids}))
+        try:
+            said = msgspec.json.decode(answer.body)
+            return str(said["prompt"] if "prompt" in said else said["content"])
         except (msgspec.DecodeError, LookupError, TypeError):
-            said = answer.error or answer.body[:200].decode(errors="replace")
-            raise TricornError(f"the server tells no prompt_token_ids: status {answer.status} {said}") from None
+            raise TricornError(f"POST /detokenize tells no text: status {answer.status} {answer.error}") from None
 
     async def _exchange(
         self, method: str, path: str, body: bytes, headers: Headers, read: _Read, give_up: float
@@ -228,7 +263,7 @@ class Client:
         exchange = _Exchange(request + body, read, loop.create_future())
         try:
             async with asyncio.timeout(give_up):
-                await loop.create_connection(lambda: exchange, self._host, self._port, ssl=self._secure or None)
+                await loop.create_connection(lambda: exchange, self._host, self.port, ssl=self._secure or None)
                 return exchange, await exchange.done
         except TimeoutError:
             return exchange, GAVE_UP
@@ -460,6 +495,21 @@ async def open_loop(moments: Iterable[float], work: Callable[[int], Awaitable[T]
             await asyncio.sleep(begin + moment - time.monotonic())
             tasks.append(group.create_task(_awaited(work(number))))
     return [task.result() for task in tasks]
+
+
+async def in_turn(concurrency: int, count: int, work: Callable[[int], Awaitable[T]]) -> list[T]:
+    """The work with each number below `count`, so many at a time. Results come in the order of the numbers."""
+    numbers = iter(range(count))
+    results: dict[int, T] = {}
+
+    async def one_by_one() -> None:
+        for number in numbers:
+            results[number] = await work(number)
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(min(concurrency, count)):
+            group.create_task(one_by_one())
+    return [results[number] for number in range(count)]
 
 
 async def closed_loop(concurrency: int, seconds: float, work: Callable[[int], Awaitable[T]]) -> list[T]:

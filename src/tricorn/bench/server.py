@@ -8,6 +8,7 @@ import re
 import signal
 import sys
 import tempfile
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -134,3 +135,34 @@ def open_files(pid: int) -> int:
     with suppress(OSError):
         return len(list(Path(f"/proc/{pid}/fd").iterdir()))
     return 0
+
+
+def listening(port: int) -> list[int]:
+    """The process that listens on this port of this machine, and its descendants; none when it cannot be told."""
+    sockets = set()
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+                _, local, _, state, *rest = line.split()
+                if state == "0A" and int(local.rpartition(":")[2], 16) == port:
+                    sockets.add(f"socket:[{rest[5]}]")
+    parents: dict[int, int] = {}
+    found: list[int] = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError, IndexError):
+            parents[int(path.name)] = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            if sockets and any(os.readlink(fd) in sockets for fd in (path / "fd").iterdir()):
+                found.append(int(path.name))
+    for pid in found:
+        found += [child for child, parent in parents.items() if parent == pid and child not in found]
+    return found
+
+
+def peak_memory(pids: Iterable[int]) -> int:
+    """The most bytes that these processes have had in memory, each at its own peak; what they share counts for each."""
+    total = 0
+    for pid in pids:
+        with suppress(OSError):
+            found = re.search(r"^VmHWM:\s+(\d+) kB$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+            total += int(found[1]) << 10 if found else 0
+    return total
