@@ -360,6 +360,44 @@ def bench_serve(
             print(f"failed, {run.summary.load}: {kind}: {count}")
 
 
+@bench.command("compare")
+def bench_compare(
+    recipe: Annotated[list[Path], typer.Option(help="How to start another server; several may be given.")],
+    model: ModelOption = DEFAULT_MODEL,
+    workload: Annotated[str, typer.Option(help="Workloads with their concurrency, after commas.")] = (
+        "plain:1,alpha:16,beta:16"
+    ),
+    requests: Annotated[int, typer.Option(help="Requests of each, for each that runs at a time.", min=1)] = 2,
+    rounds: Annotated[int, typer.Option(help="How often every server has its turn.", min=1)] = 2,
+    threads: Threads = None,
+    markdown: Annotated[Path | None, typer.Option(help="Write the tables here.")] = None,
+    json: Json = False,
+) -> None:
+    """Run the same work against this server and others, in turns, and tell the ratios."""
+    import os
+
+    import msgspec
+
+    from tricorn.bench import compare
+    from tricorn.compiler import ensure
+    from tricorn.weights.hub import model_path
+
+    ensure(model)
+    cells = []
+    for part in workload.split(","):
+        name, _, count = part.partition(":")
+        (concurrency,) = numbers("--workload", count or "1")
+        cells.append(compare.Cell(name, concurrency, requests * concurrency))
+    gguf = Path(model) if "/" in model else model_path(model)
+    recipes = [compare.Recipe.read(path) for path in recipe]
+    count_of_threads = threads or len(os.sched_getaffinity(0))
+    found = compare.run(model, gguf, recipes, cells, rounds, count_of_threads, _tell)
+    tables = compare.markdown(found)
+    if markdown is not None:
+        markdown.write_text(tables)
+    print(msgspec.json.encode(found).decode() if json else tables)
+
+
 def _rates(text: str) -> list[float]:
     try:
         found = [float(part) for part in text.split(",") if part]

@@ -10,7 +10,7 @@ from tricorn import __version__
 from tricorn.bench.load import Result
 from tricorn.bench.summary import ROWS, Run, tpot
 
-WIDTH, HEIGHT, LEFT, BOTTOM = 420, 220, 52, 34
+WIDTH, HEIGHT, LEFT, BOTTOM, RIGHT = 420, 220, 52, 34, 22
 BUCKETS = 60
 MOST_DOTS = 2000
 COLORS = ("#1f6feb", "#d1570a", "#1a7f4b", "#8250df", "#bf3989", "#6e7781")
@@ -73,7 +73,7 @@ def _plots(run: Run) -> list[str]:
         plot("Time per further token, ms", "share of requests", [("", _shares(each))]),
         plot("End to end, ms", "share of requests", [("", _shares(ends))]),
         plot("Output tokens per second, over seconds", "tok/s", [("", _rates(run))]),
-        plot("Requests under way and waiting for a first token, over seconds", "requests", _queue(run)),
+        plot("Requests under way, over seconds", "requests", _queue(run)),
         plot("Time to first token in ms, by prompt tokens", "ms", [("", lengths[:MOST_DOTS])], dots=True),
     ]
 
@@ -103,7 +103,7 @@ def _queue(run: Run) -> list[Line]:
 
     return [
         ("under way", count(lambda result: result.ended)),
-        ("waiting", count(lambda result: result.times[0] if result.times else result.ended)),
+        ("waiting for a token", count(lambda result: result.times[0] if result.times else result.ended)),
     ]
 
 
@@ -113,17 +113,17 @@ def plot(title: str, unit: str, lines: Sequence[Line], *, dots: bool = False) ->
     right, top = (_ceiling(max((point[axis] for point in points), default=1.0)) for axis in (0, 1))
 
     def at(point: Point) -> str:
-        x = LEFT + (WIDTH - LEFT - 12) * point[0] / right
+        x = LEFT + (WIDTH - LEFT - RIGHT) * point[0] / right
         y = HEIGHT - BOTTOM - (HEIGHT - BOTTOM - 12) * point[1] / top
         return f"{x:.1f},{y:.1f}"
 
     parts = []
     for step in range(5):
         x, y = at((right * step / 4, top * step / 4)).split(",")
-        parts.append(f"<line class=grid x1={LEFT} x2={WIDTH - 12} y1={y} y2={y} />")
+        parts.append(f"<line class=grid x1={LEFT} x2={WIDTH - RIGHT} y1={y} y2={y} />")
         parts.append(f"<text x={LEFT - 6} y={float(y) + 4} text-anchor=end>{_short(top * step / 4)}</text>")
         parts.append(f"<text x={x} y={HEIGHT - BOTTOM + 16} text-anchor=middle>{_short(right * step / 4)}</text>")
-    parts.append(f"<line class=axis x1={LEFT} x2={WIDTH - 12} y1={HEIGHT - BOTTOM} y2={HEIGHT - BOTTOM} />")
+    parts.append(f"<line class=axis x1={LEFT} x2={WIDTH - RIGHT} y1={HEIGHT - BOTTOM} y2={HEIGHT - BOTTOM} />")
     for number, (name, line) in enumerate(lines):
         color = COLORS[number % len(COLORS)]
         if dots:
@@ -133,7 +133,7 @@ def plot(title: str, unit: str, lines: Sequence[Line], *, dots: bool = False) ->
             path = " ".join(map(at, line))
             parts.append(f"<polyline fill=none stroke='{color}' stroke-width=1.8 points='{path}' />")
         if name:
-            label = f"<text x={WIDTH - 14} y={22 + 14 * number} text-anchor=end style='fill:{color}'>"
+            label = f"<text x={WIDTH - RIGHT} y={22 + 14 * number} text-anchor=end style='fill:{color}'>"
             parts.append(f"{label}{html.escape(name)}</text>")
     drawn = f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' width={WIDTH} role=img aria-label='{html.escape(title)}'>"
     caption = f"<figcaption>{html.escape(title)} <small>({html.escape(unit)})</small></figcaption>"
