@@ -23,6 +23,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import uvloop
@@ -171,7 +172,7 @@ async def _started(recipe: Recipe, place: Place) -> AsyncIterator[tuple[Client, 
             await _stop(process)
 
 
-def _end_of(log: tempfile._TemporaryFileWrapper[bytes], name: str) -> str:  # type: ignore[type-arg, unused-ignore]
+def _end_of(log: IO[bytes], name: str) -> str:
     log.seek(0)
     return f"{name} did not start: {' '.join(log.read().decode(errors='replace')[-600:].split())}"
 
