@@ -20,6 +20,7 @@ from tricorn.arguments import (
     engine_options,
     short_name,
 )
+from tricorn.advise.commands import advise, plan
 from tricorn.bench.commands import bench
 from tricorn.request import TricornError
 
@@ -32,6 +33,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(bench, name="bench")
+app.command()(plan)
+app.command()(advise)
 
 
 @app.command()

@@ -307,7 +307,10 @@ def bench_serve(
     ] = "",
     model: ModelOption = DEFAULT_MODEL,
     workload: Annotated[
-        str, typer.Option(help="alpha, beta, plain, chat, agent, rag, burst, mixed, or a file of JSON lines.")
+        str,
+        typer.Option(
+            help="alpha, beta, plain, chat, agent, rag, burst, mixed, 512/128/0 (in, out, shared), or a file."
+        ),
     ] = "plain",
     requests: Annotated[int, typer.Option(help="Sessions: a request each, or several in chat and agent.", min=1)] = 64,
     concurrency: Annotated[str, typer.Option(help="Closed loop: sessions at once, several after commas.")] = "",
@@ -367,7 +370,9 @@ def bench_compare(
     workload: Annotated[str, typer.Option(help="Workloads with their concurrency, after commas.")] = (
         "plain:1,alpha:16,beta:16"
     ),
-    requests: Annotated[int, typer.Option(help="Requests of each, for each that runs at a time.", min=1)] = 2,
+    requests: Annotated[
+        int, typer.Option(help="Requests of each, for each that runs at a time; 4 at least.", min=1)
+    ] = 2,
     rounds: Annotated[int, typer.Option(help="How often every server has its turn.", min=1)] = 2,
     threads: Threads = None,
     markdown: Annotated[Path | None, typer.Option(help="Write the tables here.")] = None,
@@ -387,7 +392,7 @@ def bench_compare(
     for part in workload.split(","):
         name, _, count = part.partition(":")
         (concurrency,) = numbers("--workload", count or "1")
-        cells.append(compare.Cell(name, concurrency, requests * concurrency))
+        cells.append(compare.Cell(name, concurrency, max(4, requests * concurrency)))
     gguf = Path(model) if "/" in model else model_path(model)
     recipes = [compare.Recipe.read(path) for path in recipe]
     count_of_threads = threads or len(os.sched_getaffinity(0))
@@ -396,6 +401,19 @@ def bench_compare(
     if markdown is not None:
         markdown.write_text(tables)
     print(msgspec.json.encode(found).decode() if json else tables)
+
+
+@bench.command("claims")
+def bench_claims(model: ModelOption = DEFAULT_MODEL, short: Short = False, json: Json = False) -> None:
+    """Measure the headline claims of the techniques that engines are known for, with each and without."""
+    import msgspec
+
+    from tricorn.bench import claims
+
+    report = claims.run(model, short=short, tell=_tell)
+    print(msgspec.json.encode(report).decode() if json else claims.table(report))
+    if not report.ok:
+        raise typer.Exit(1)
 
 
 def _rates(text: str) -> list[float]:

@@ -108,20 +108,20 @@ async def measure(client: Client, spec: Spec, told: Told = lambda done, of: None
     return Run(summary, results, began)
 
 
-def measure_all(url: str | None, model: str, specs: Sequence[Spec]) -> list[Run]:
+def measure_all(url: str | None, model: str, specs: Sequence[Spec], options: Sequence[str] = ()) -> list[Run]:
     """One run after the other, with a progress bar, against the server at `url`, or against one of `model` that is
-    started for it. Raises TricornError.
+    started for it with these options. Raises TricornError.
     """
     for spec in specs:
         check(spec)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_measure_all(url, model, specs))
+        return runner.run(_measure_all(url, model, specs, options))
 
 
-async def _measure_all(url: str | None, model: str, specs: Sequence[Spec]) -> list[Run]:
+async def _measure_all(url: str | None, model: str, specs: Sequence[Spec], options: Sequence[str]) -> list[Run]:
     async with AsyncExitStack() as stack:
         if url is None:
-            server = await stack.enter_async_context(ServerProcess(model))
+            server = await stack.enter_async_context(ServerProcess(model, *options))
             url = f"http://127.0.0.1:{server.port}"
         console = Console(stderr=True)
         progress = stack.enter_context(Progress(console=console, disable=not console.is_terminal, transient=True))

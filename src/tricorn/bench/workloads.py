@@ -5,6 +5,7 @@ Sizes are in tokens and exact on /v1/completions, which takes ids. The names are
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -127,6 +128,13 @@ def mixed(random: Random, text: Draw, count: int) -> list[Session]:
     return [_single(text(tokens), output) for tokens, output in random.choices(shapes, k=count)]
 
 
+def _sized(text: Draw, count: int, prompt: int, output: int, shared: int) -> list[Session]:
+    if not (prompt and output) or shared >= prompt:
+        raise TricornError(f"{prompt}/{output}/{shared}: a prompt and an output, and less of it shared than it has")
+    stem = text(shared)
+    return [_single(stem + text(prompt - shared), output) for _ in range(count)]
+
+
 WORKLOADS: Mapping[str, Maker] = {
     maker.__name__: maker for maker in (alpha, beta, plain, chat, agent, rag, burst, mixed)
 }
@@ -176,7 +184,8 @@ def read(path: Path, text: Draw) -> list[Session]:
 
 
 def sessions(name: str, vocabulary: Sequence[int], count: int, seed: int) -> list[Session]:
-    """So many sessions of a workload, by its name, or those of a file of JSON lines. Raises TricornError."""
+    """So many sessions of a workload, by its name, by its sizes (512/128, or 512/128/256 where so many of the first
+    tokens are the same for all), or those of a file of JSON lines. Raises TricornError."""
     random = Random(seed)
 
     def text(tokens: int) -> list[int]:
@@ -184,6 +193,9 @@ def sessions(name: str, vocabulary: Sequence[int], count: int, seed: int) -> lis
 
     if name in WORKLOADS:
         return WORKLOADS[name](random, text, count)
+    if sizes := re.fullmatch(r"(\d{1,7})/(\d{1,7})(?:/(\d{1,7}))?", name):
+        return _sized(text, count, *(int(size or 0) for size in sizes.groups()))
     if "." not in name and "/" not in name:
-        raise TricornError(f"there is no workload {name!r}: use {', '.join(WORKLOADS)} or a file of JSON lines")
+        known = ", ".join(WORKLOADS)
+        raise TricornError(f"there is no workload {name!r}: use {known}, PROMPT/OUTPUT/SHARED or a file of JSON lines")
     return read(Path(name), text)[:count]

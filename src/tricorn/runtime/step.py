@@ -8,8 +8,6 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tricorn.models.graph import Graph
-
 I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
 U64 = NDArray[np.uint64]
@@ -19,9 +17,25 @@ PAGE = 16
 """Tokens in a page of the KV cache."""
 
 
-def page_bytes(graph: Graph, value_bytes: int) -> int:
-    """What a page takes: keys and values of all layers for PAGE tokens."""
-    return graph.layers * 2 * graph.kv_heads * graph.head_dim * value_bytes * PAGE
+class KvShape(Protocol):
+    """What the size of a KV cache depends on: a graph has it, and so does what is known of a model elsewhere."""
+
+    @property
+    def layers(self) -> int: ...
+    @property
+    def kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+
+
+def kv_token_bytes(shape: KvShape, value_bytes: int) -> int:
+    """What a token takes: its keys and values of all layers."""
+    return shape.layers * 2 * shape.kv_heads * shape.head_dim * value_bytes
+
+
+def page_bytes(shape: KvShape, value_bytes: int) -> int:
+    """What a page takes."""
+    return kv_token_bytes(shape, value_bytes) * PAGE
 
 
 def _i32(*shape: int) -> I32:

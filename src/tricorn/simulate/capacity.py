@@ -35,7 +35,7 @@ AFFINITY_REQUESTS = 4
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
     """`clients` ask `requests` times each, `think` seconds after the last answer; they come within the first `ramp`
-    seconds. Lengths vary by half around `prompt` and `output`; the first `shared` prompt tokens are one of `groups`
+    seconds. Lengths vary by `spread` (a share) around `prompt` and `output`; the first `shared` prompt tokens are one of `groups`
     texts."""
 
     clients: int
@@ -45,6 +45,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     requests: int = 3
     think: float = 1.0
     ramp: float = 10.0
+    spread: float = 0.5
     shared: int = 0
     groups: int = 16
     router: Router = "least"
@@ -63,13 +64,15 @@ class Quantiles(msgspec.Struct, frozen=True):
 
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     """What the replicas come to. Rates are of all together, over the seconds from the first request to the last answer;
-    shares are of all pages and of all replicas' time."""
+    shares are of all pages and of all replicas' time. `itl` is between two tokens, `per_token` the mean of that over an
+    answer."""
 
     seconds: float
     requests: int
     refused: int
     ttft: Quantiles
     itl: Quantiles
+    per_token: Quantiles
     latency: Quantiles
     output_tok_s: float
     prompt_tok_s: float
@@ -84,12 +87,13 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
 class _Call:
     """A request under way: when the client asked first, and when it heard last."""
 
-    __slots__ = ("asked", "client", "heard", "ticket")
+    __slots__ = ("asked", "client", "first", "heard", "ticket", "tokens")
 
     def __init__(self, client: int, asked: float, ticket: Ticket) -> None:
         self.client = client
         self.asked = asked
-        self.heard = 0.0
+        self.first = self.heard = 0.0
+        self.tokens = 0
         self.ticket = ticket
 
 
@@ -144,6 +148,7 @@ class Fleet:
         self._serial = 0
         self._ttft: list[float] = []
         self._itl: list[float] = []
+        self._per_token: list[float] = []
         self._latency: list[float] = []
         self._tokens = self._prompts = self._hits = self._refused = self._done = 0
         self._last = 0.0
@@ -174,7 +179,7 @@ class Fleet:
         return [int(self._random.random() * VOCAB) for _ in range(count)]
 
     def _about(self, length: int) -> int:
-        return max(1, round(length * self._random.uniform(0.5, 1.5)))
+        return max(1, round(length * self._random.uniform(1 - self._question.spread, 1 + self._question.spread)))
 
     def _ask(self, client: int, now: float, asked: float) -> None:
         question = self._question
@@ -231,15 +236,19 @@ class Fleet:
         if output.token_ids and not call.heard:
             self._ttft.append(now - call.asked)
             self._hits += output.cached_tokens
+            call.first = now
             call.ticket.begin()
         elif output.token_ids:
             self._itl.append(now - call.heard)
         self._tokens += len(output.token_ids)
+        call.tokens += len(output.token_ids)
         call.heard = now
         if output.finish_reason is None:
             return
         call.ticket.__exit__()
         del replica.calls[output.id]
+        if call.tokens > 1:
+            self._per_token.append((now - call.first) / (call.tokens - 1))
         self._latency.append(now - call.asked)
         self._done += 1
         self._last = max(self._last, now)
@@ -258,6 +267,7 @@ class Fleet:
             refused=self._refused,
             ttft=_quantiles(self._ttft),
             itl=_quantiles(self._itl),
+            per_token=_quantiles(self._per_token),
             latency=_quantiles(self._latency),
             output_tok_s=round(self._tokens / self._last, 1),
             prompt_tok_s=round(self._prompts / self._last, 1),
