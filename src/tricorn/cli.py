@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from tricorn.advise.commands import advise, plan
 from tricorn.arguments import (
     DEFAULT_MODEL,
     Json,
@@ -20,7 +21,6 @@ from tricorn.arguments import (
     engine_options,
     short_name,
 )
-from tricorn.advise.commands import advise, plan
 from tricorn.bench.commands import bench
 from tricorn.request import TricornError
 

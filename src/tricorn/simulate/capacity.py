@@ -35,8 +35,8 @@ AFFINITY_REQUESTS = 4
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
     """`clients` ask `requests` times each, `think` seconds after the last answer; they come within the first `ramp`
-    seconds. Lengths vary by `spread` (a share) around `prompt` and `output`; the first `shared` prompt tokens are one of `groups`
-    texts."""
+    seconds. Lengths vary by `spread` (a share) around `prompt` and `output`; the first `shared` prompt tokens are one
+    of `groups` texts."""
 
     clients: int
     replicas: int
