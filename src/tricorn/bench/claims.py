@@ -71,7 +71,7 @@ def _engine(path: Path, **options: Any) -> Engine:
 def _requests(engine: Engine, count: int, seed: int, longest: int) -> list[Request]:
     """Short prompts, and answers whose lengths differ as those of people's questions do."""
     random = Random(seed)
-    vocabulary = range(engine.limits.vocab)
+    vocabulary = range(engine.scheduler.limits.vocab)
     return [
         Request(
             id=f"{seed} {number}",
@@ -91,7 +91,7 @@ def _batching(model: str, path: Path, short: bool, tell: Tell) -> list[Row]:
     asked = _requests(engine, (2 if short else 6) * SLOTS, 1, 32 if short else 256)
     seconds = []
     for size in (SLOTS, len(asked)):  # static: a batch after the other; continuous: all offered at once
-        engine.tree.clear()
+        engine.scheduler.tree.clear()
         began = time.perf_counter()
         for place in range(0, len(asked), size):
             for request in asked[place : place + size]:
@@ -125,7 +125,7 @@ def _pages(model: str, path: Path, short: bool, tell: Tell) -> list[Row]:
         tokens = sum(len(sequence.tokens) for sequence in running)
         held += engine.pool.held * PAGE
         filled += min(tokens, engine.pool.held * PAGE)
-        reserved += len(running) * engine.limits.context
+        reserved += len(running) * engine.scheduler.limits.context
     engine.close()
     share, before = round(100 * filled / held, 1), round(100 * filled / reserved, 1)
     return [
