@@ -120,12 +120,24 @@ TRICORN_INLINE void fetch_page(const Element* head, int dim) {  // one head's pa
     for (size_t line = 0; line < sizeof(Element) * size_t(dim * page_tokens); line += 64) prefetch(bytes + line);
 }
 
+constexpr int block_pairs = 6;  // pairs whose sums are in registers together
+static_assert(max_pairs % block_pairs == 0);
+
 struct Scratch {  // of one tile
     float q[max_pairs * max_head_dim];
     float scores[max_pairs * chunk_tokens];
     float partial[max_pairs * max_head_dim];
     float out[max_pairs * max_head_dim];
+    float page[2 * page_tokens * max_head_dim];
 };
+
+// Runs `body` with blocks of pairs whose sizes are known when it is compiled: body.operator()<pairs>(first pair).
+template <int pairs = block_pairs, class Body>
+TRICORN_INLINE void each_block(int count, Body body, int first = 0) {
+    for (; first + pairs <= count; first += pairs) body.template operator()<pairs>(first);
+    if constexpr (pairs > 1)
+        if (first < count) each_block<pairs - 1>(count, body, first);
+}
 
 // Scores of `pairs` queries against `pages` pages: each score sums over head_dim in ascending order.
 template <class Element, int pairs, int pages>
@@ -145,164 +157,211 @@ TRICORN_INLINE void score_pages(const float* q, int dim, const Element* const* k
         for (int p = 0; p < pairs; ++p) store(scores + p * chunk_tokens + g * page_tokens, acc[g][p]);
 }
 
-// out[pair] = sum over the chunk's tokens, ascending, of weight * V, for `vectors` vectors of the head at a time.
+// Adds to out[pair] the page's tokens, ascending, of weight * V, for `vectors` vectors of the head.
 template <class Element, int pairs, int vectors>
-TRICORN_INLINE void weigh_values(const float* weights, int first_page, int last_page, const Element* const* values,
-                                 int dim, int d, bool far, float* out) {
+TRICORN_INLINE void weigh_page(const float* weights, const Element* values, int dim, float* out) {
     F acc[pairs][vectors];
     for (int p = 0; p < pairs; ++p)
-        for (int i = 0; i < vectors; ++i) acc[p][i] = zero();
-    for (int page = first_page; page < last_page; ++page) {
-        if (far && page + ahead < last_page) fetch_page(values[page + ahead], dim);
-        for (int token = 0; token < page_tokens; ++token) {
-            F v[vectors];
-            for (int i = 0; i < vectors; ++i) v[i] = Lanes<Element>::get(values[page] + token * dim + d + lanes * i);
+        for (int i = 0; i < vectors; ++i) acc[p][i] = load(out + p * dim + lanes * i);
+    for (int token = 0; token < page_tokens; ++token) {
+        F v[vectors];
+        for (int i = 0; i < vectors; ++i) v[i] = Lanes<Element>::get(values + token * dim + lanes * i);
 #pragma GCC unroll 8
-            for (int p = 0; p < pairs; ++p) {
-                const F w = set(weights[p * chunk_tokens + page * page_tokens + token]);
-                for (int i = 0; i < vectors; ++i) acc[p][i] = fma(w, v[i], acc[p][i]);
-            }
+        for (int p = 0; p < pairs; ++p) {
+            const F w = set(weights[p * chunk_tokens + token]);
+            for (int i = 0; i < vectors; ++i) acc[p][i] = fma(w, v[i], acc[p][i]);
         }
     }
     for (int p = 0; p < pairs; ++p)
-        for (int i = 0; i < vectors; ++i) store(out + p * dim + d + lanes * i, acc[p][i]);
+        for (int i = 0; i < vectors; ++i) store(out + p * dim + lanes * i, acc[p][i]);
 }
 
 template <class Element, int pairs>
-void attention_pairs(const Attention& op, const Batch& batch, const Pages& pool, const AttentionTile& tile) {
+TRICORN_INLINE void weigh_page(const float* weights, const Element* values, int dim, float* out) {
+    int d = 0;
+    for (; d + lanes * 4 <= dim; d += lanes * 4) weigh_page<Element, pairs, 4>(weights, values + d, dim, out + d);
+    for (; d < dim; d += lanes) weigh_page<Element, pairs, 1>(weights, values + d, dim, out + d);
+}
+
+// A page's keys or values of one head as floats, once for all pairs of a tile.
+template <class Element>
+TRICORN_INLINE const float* widen(const Element* head, int dim, float* page) {
+    for (int i = 0; i < dim * page_tokens; i += lanes) store(page + i, Lanes<Element>::get(head + i));
+    return page;
+}
+
+// The part of a chunk that a tile sees: pages first .. last-1, its keys and its values.
+template <class Element>
+struct Part {
+    int first, last;
+    const Element *keys[chunk_tokens / page_tokens], *values[chunk_tokens / page_tokens];
+};
+
+// One row of a sequence: its pages come from memory, one after another, so they are fetched ahead and read once.
+template <class Element>
+void score_row(const Part<Element>& part, int pairs, int dim, Scratch& scratch) {
+    for (int i = part.first; i < least(part.last, part.first + ahead); ++i) fetch_page(part.keys[i], dim);
+    auto fetch = [&](int page) {  // after the last keys come the first values
+        if (page < part.last)
+            fetch_page(part.keys[page], dim);
+        else if (part.first + page - part.last < part.last)
+            fetch_page(part.values[part.first + page - part.last], dim);
+    };
+    each_block(pairs, [&]<int count>(int pair) {
+        constexpr int side = count <= 2 ? 4 : 2;  // pages side by side: enough chains to hide the latency
+        const float* q = scratch.q + pair * dim;
+        float* scores = scratch.scores + pair * chunk_tokens;
+        int page = part.first;
+        for (; page + side <= part.last; page += side) {
+            if (pair == 0)
+                for (int i = 0; i < side; ++i) fetch(page + ahead + i);
+            score_pages<Element, count, side>(q, dim, part.keys + page, scores + page * page_tokens);
+        }
+        for (; page < part.last; ++page) {
+            if (pair == 0) fetch(page + ahead);
+            score_pages<Element, count, 1>(q, dim, part.keys + page, scores + page * page_tokens);
+        }
+    });
+}
+
+template <class Element>
+void weigh_row(const Part<Element>& part, int pairs, int dim, Scratch& scratch) {
+    for (int page = part.first; page < part.last; ++page) {
+        if (page + ahead < part.last) fetch_page(part.values[page + ahead], dim);
+        each_block(pairs, [&]<int count>(int pair) {
+            weigh_page<Element, count>(scratch.scores + pair * chunk_tokens + page * page_tokens, part.values[page],
+                                       dim, scratch.partial + pair * dim);
+        });
+    }
+}
+
+// Several rows: each page is made floats once, and then is near for all of them.
+template <class Element>
+void score_rows(const Part<Element>& part, int pairs, int dim, Scratch& scratch) {
+    for (int page = part.first; page < part.last;) {
+        const bool two = page + 2 <= part.last;
+        const float* wide[2] = {widen(part.keys[page], dim, scratch.page), nullptr};
+        if (two) wide[1] = widen(part.keys[page + 1], dim, scratch.page + page_tokens * dim);
+        each_block(pairs, [&]<int count>(int pair) {
+            const float* q = scratch.q + pair * dim;
+            float* scores = scratch.scores + pair * chunk_tokens + page * page_tokens;
+            if (two)
+                score_pages<float, count, 2>(q, dim, wide, scores);
+            else
+                score_pages<float, count, 1>(q, dim, wide, scores);
+        });
+        page += two ? 2 : 1;
+    }
+}
+
+template <class Element>
+void weigh_rows(const Part<Element>& part, int pairs, int dim, Scratch& scratch) {
+    for (int page = part.first; page < part.last; ++page) {
+        const float* wide = widen(part.values[page], dim, scratch.page);
+        each_block(pairs, [&]<int count>(int pair) {
+            weigh_page<float, count>(scratch.scores + pair * chunk_tokens + page * page_tokens, wide, dim,
+                                     scratch.partial + pair * dim);
+        });
+    }
+}
+
+struct Softmax {    // of one pair so far
+    int low, high;  // it sees positions low .. high-1
+    float top, total;
+    bool begun;
+};
+
+// Turns a chunk's scores into weights e^(s - max), 0 where the pair sees nothing; gives their maximum and their sum.
+TRICORN_INLINE void weights_of(float* scores, const Softmax& pair, int chunk, int first_page, int last_page,
+                               float softcap, float& top, float& total) {
+    const F nothing = set(-INFINITY);
+    F largest = nothing;
+    for (int page = first_page; page < last_page; ++page) {
+        const int at = chunk + page * page_tokens;
+        F s = load(scores + page * page_tokens);
+        if (softcap > 0) s = set(softcap) * tanh(s / set(softcap));
+        s = select(between(pair.low - at, pair.high - at), s, nothing);
+        store(scores + page * page_tokens, s);
+        largest = max(largest, s);
+    }
+    top = max_lanes(largest);
+    const F subtract = set(top);
+    F sum = zero();
+    for (int page = first_page; page < last_page; ++page) {
+        const int at = chunk + page * page_tokens;
+        F e = exp(load(scores + page * page_tokens) - subtract);
+        e = select(between(pair.low - at, pair.high - at), e, zero());
+        store(scores + page * page_tokens, e);
+        sum = sum + e;
+    }
+    total = sum_lanes(sum);
+}
+
+// Merges a chunk's weighted values with those of the chunks before it.
+TRICORN_INLINE void merge(Softmax& pair, float chunk_top, float chunk_total, const float* partial, int dim,
+                          float* out) {
+    if (!pair.begun) {
+        pair.begun = true;
+        pair.top = chunk_top;
+        pair.total = chunk_total;
+        for (int d = 0; d < dim; d += lanes) store(out + d, load(partial + d));
+        return;
+    }
+    const float higher = greatest(pair.top, chunk_top);
+    const F before = exp(set(pair.top - higher)), now = exp(set(chunk_top - higher));
+    float weights[2][lanes];
+    store(weights[0], before);
+    store(weights[1], now);
+    pair.total = pair.total * weights[0][0] + chunk_total * weights[1][0];
+    pair.top = higher;
+    for (int d = 0; d < dim; d += lanes) store(out + d, fma(load(partial + d), now, load(out + d) * before));
+}
+
+template <class Element>
+void attention_as(const Attention& op, const Batch& batch, const Pages& pool, const AttentionTile& tile) {
     static thread_local Scratch scratch;
-    const int dim = pool.head_dim;
+    const int dim = pool.head_dim, pairs = tile.count * tile.heads;
     const int32_t* table = batch.pages + batch.page_start[tile.sequence];
-    int low[pairs], high[pairs];  // each pair sees positions low .. high-1
-    float top[pairs], total[pairs];
-    bool begun[pairs] = {};
+    Softmax softmax[max_pairs];
     int from = 1 << 30, to = 0;
     for (int p = 0; p < pairs; ++p) {
         const int row = tile.first + p / tile.heads, head = tile.head + p % tile.heads;
         const float* q = op.qkv + op.stride * size_t(row) + head * dim;
         for (int d = 0; d < dim; d += lanes) store(scratch.q + p * dim + d, load(q + d) * set(op.scale));
-        high[p] = batch.positions[row] + 1;
-        low[p] = op.window ? greatest(0, high[p] - op.window) : 0;
-        from = least(from, low[p]);
-        to = greatest(to, high[p]);
-        top[p] = total[p] = 0;
+        const int high = batch.positions[row] + 1, low = op.window ? greatest(0, high - op.window) : 0;
+        softmax[p] = {low, high, 0, 0, false};
+        from = least(from, low);
+        to = greatest(to, high);
     }
 
     for (int chunk = from / chunk_tokens * chunk_tokens; chunk < to; chunk += chunk_tokens) {
-        const int first_page = greatest(0, from - chunk) / page_tokens;
-        const int last_page = (least(to - chunk, chunk_tokens) + page_tokens - 1) / page_tokens;
-        const Element *keys[chunk_tokens / page_tokens], *values[chunk_tokens / page_tokens];
-        for (int page = first_page; page < last_page; ++page) {
-            keys[page] = head_in_page<Element>(pool, table[chunk / page_tokens + page], op.layer, 0, tile.kv_head);
-            values[page] = head_in_page<Element>(pool, table[chunk / page_tokens + page], op.layer, 1, tile.kv_head);
+        Part<Element> part;
+        part.first = greatest(0, from - chunk) / page_tokens;
+        part.last = (least(to - chunk, chunk_tokens) + page_tokens - 1) / page_tokens;
+        for (int page = part.first; page < part.last; ++page) {
+            const int32_t place = table[chunk / page_tokens + page];
+            part.keys[page] = head_in_page<Element>(pool, place, op.layer, 0, tile.kv_head);
+            part.values[page] = head_in_page<Element>(pool, place, op.layer, 1, tile.kv_head);
         }
-        constexpr int side = pairs <= 2   ? 4
-                             : pairs <= 4 ? 2
-                                          : 1;  // pages scored side by side: enough chains to hide the latency
-        const bool far = tile.count == 1;       // one row of a sequence: its pages come from memory, one after another
-        if (far)
-            for (int i = first_page; i < least(last_page, first_page + ahead); ++i) fetch_page(keys[i], dim);
-        int page = first_page;
-        auto score = [&]<int count>() {
-            if (far)
-                for (int i = page + ahead; i < page + ahead + count;
-                     ++i) {  // after the last keys come the first values
-                    if (i < last_page)
-                        fetch_page(keys[i], dim);
-                    else if (first_page + i - last_page < last_page)
-                        fetch_page(values[first_page + i - last_page], dim);
-                }
-            score_pages<Element, pairs, count>(scratch.q, dim, keys + page, scratch.scores + page * page_tokens);
-            page += count;
-        };
-        while (page + side <= last_page) score.template operator()<side>();
-        while (page < last_page) score.template operator()<1>();
-
-        float chunk_top[pairs], chunk_total[pairs];
-        for (int p = 0; p < pairs; ++p) {
-            float* scores = scratch.scores + p * chunk_tokens;
-            const F nothing = set(-INFINITY);
-            F largest = nothing;
-            for (page = first_page; page < last_page; ++page) {
-                const int at = chunk + page * page_tokens;
-                F s = load(scores + page * page_tokens);
-                if (op.softcap > 0) s = set(op.softcap) * tanh(s / set(op.softcap));
-                s = select(between(low[p] - at, high[p] - at), s, nothing);
-                store(scores + page * page_tokens, s);
-                largest = max(largest, s);
-            }
-            chunk_top[p] = max_lanes(largest);
-            const F subtract = set(chunk_top[p]);
-            F sum = zero();
-            for (page = first_page; page < last_page; ++page) {
-                const int at = chunk + page * page_tokens;
-                F e = exp(load(scores + page * page_tokens) - subtract);
-                e = select(between(low[p] - at, high[p] - at), e, zero());
-                store(scores + page * page_tokens, e);
-                sum = sum + e;
-            }
-            chunk_total[p] = sum_lanes(sum);
-        }
-
-        int d = 0;
-        constexpr int wide = pairs <= 4 ? 4 : 2;
-        for (; d + lanes * wide <= dim; d += lanes * wide)
-            weigh_values<Element, pairs, wide>(scratch.scores, first_page, last_page, values, dim, d, far && d == 0,
-                                               scratch.partial);
-        for (; d < dim; d += lanes)
-            weigh_values<Element, pairs, 1>(scratch.scores, first_page, last_page, values, dim, d, far && d == 0,
-                                            scratch.partial);
-
-        for (int p = 0; p < pairs; ++p) {
-            if (high[p] <= chunk || low[p] >= chunk + chunk_tokens) continue;  // nothing of this chunk is this pair's
-            float *out = scratch.out + p * dim, *partial = scratch.partial + p * dim;
-            if (!begun[p]) {
-                begun[p] = true;
-                top[p] = chunk_top[p];
-                total[p] = chunk_total[p];
-                for (d = 0; d < dim; d += lanes) store(out + d, load(partial + d));
-                continue;
-            }
-            const float higher = greatest(top[p], chunk_top[p]);
-            const F before = exp(set(top[p] - higher)), now = exp(set(chunk_top[p] - higher));
-            float weights[2][lanes];
-            store(weights[0], before);
-            store(weights[1], now);
-            total[p] = total[p] * weights[0][0] + chunk_total[p] * weights[1][0];
-            top[p] = higher;
-            for (d = 0; d < dim; d += lanes) store(out + d, fma(load(partial + d), now, load(out + d) * before));
-        }
+        (tile.count == 1 ? score_row<Element> : score_rows<Element>)(part, pairs, dim, scratch);
+        float top[max_pairs], total[max_pairs];
+        for (int p = 0; p < pairs; ++p)
+            weights_of(scratch.scores + p * chunk_tokens, softmax[p], chunk, part.first, part.last, op.softcap, top[p],
+                       total[p]);
+        for (int i = 0; i < pairs * dim; i += lanes) store(scratch.partial + i, zero());
+        (tile.count == 1 ? weigh_row<Element> : weigh_rows<Element>)(part, pairs, dim, scratch);
+        for (int p = 0; p < pairs; ++p)
+            if (softmax[p].high > chunk && softmax[p].low < chunk + chunk_tokens)  // something of it is this pair's
+                merge(softmax[p], top[p], total[p], scratch.partial + p * dim, dim, scratch.out + p * dim);
     }
 
     for (int p = 0; p < pairs; ++p) {
         const int row = tile.first + p / tile.heads, head = tile.head + p % tile.heads;
-        const F inverse = set(1.0f / total[p]);
+        const F inverse = set(1.0f / softmax[p].total);
         for (int d = 0; d < dim; d += group) {
             F lo = load(scratch.out + p * dim + d) * inverse, hi = load(scratch.out + p * dim + d + lanes) * inverse;
             put_group(lo, hi, op.out, row, (head * dim + d) / group);
         }
-    }
-}
-
-template <class Element>
-void attention_as(const Attention& op, const Batch& batch, const Pages& pool, const AttentionTile& tile) {
-    switch (tile.count * tile.heads) {
-        case 1:
-            return attention_pairs<Element, 1>(op, batch, pool, tile);
-        case 2:
-            return attention_pairs<Element, 2>(op, batch, pool, tile);
-        case 3:
-            return attention_pairs<Element, 3>(op, batch, pool, tile);
-        case 4:
-            return attention_pairs<Element, 4>(op, batch, pool, tile);
-        case 5:
-            return attention_pairs<Element, 5>(op, batch, pool, tile);
-        case 6:
-            return attention_pairs<Element, 6>(op, batch, pool, tile);
-        case 7:
-            return attention_pairs<Element, 7>(op, batch, pool, tile);
-        case 8:
-            return attention_pairs<Element, 8>(op, batch, pool, tile);
     }
 }
 

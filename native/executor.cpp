@@ -241,8 +241,8 @@ void Executor::prepare(const Step& step) {
     const int heads = std::min(per_head, max_pairs), rows = std::max(1, max_pairs / heads);
     for (int s = 0; s < sequences; ++s) {
         for (int row = step.row_start[size(s)]; row < step.row_start[size(s) + 1]; ++row) sequence_[size(row)] = s;
-        for (int row = step.row_start[size(s)]; row < step.row_start[size(s) + 1]; row += rows)
-            for (int kv_head = 0; kv_head < plan_.kv_heads; ++kv_head)
+        for (int kv_head = 0; kv_head < plan_.kv_heads; ++kv_head)  // what follows each other reads the same pages
+            for (int row = step.row_start[size(s)]; row < step.row_start[size(s) + 1]; row += rows)
                 for (int head = 0; head < per_head; head += heads)
                     tiles_.push_back({s, row, std::min(rows, step.row_start[size(s) + 1] - row), kv_head,
                                       kv_head * per_head + head, std::min(heads, per_head - head)});

@@ -13,7 +13,7 @@ constexpr int page_tokens = 16;    // tokens in a page of the KV cache
 constexpr int group = 32;          // values that share one scale
 constexpr int block_rows = 16;     // output rows interleaved in one block of packed weights
 constexpr int chunk_tokens = 512;  // attention sums its keys in chunks of this many, aligned to position 0
-constexpr int max_pairs = 8;       // (token, head) pairs that attention works on side by side
+constexpr int max_pairs = 24;      // (token, head) pairs that attention works on side by side
 
 // The packed forms, one for each source type: see docs/engine-file.md for the layout of a block.
 enum class Form : int32_t { f32, f16, bf16, q4_0, q4_1, q5_0, q5_1, q8_0, q4_k, q5_k, q6_k };
