@@ -7,7 +7,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 NATIVE := $(wildcard native/*) CMakeLists.txt pyproject.toml
 
-.PHONY: help setup serve test lint types format sanitize parity quality bench drill show console docs clean
+.PHONY: help setup serve test lint types format sanitize parity clients quality bench drill show console docs clean
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*## ' Makefile | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -66,6 +66,12 @@ parity: .venv/.developer  ## the reference executor against transformers (instal
 	@.venv-parity/bin/pip install --quiet --disable-pip-version-check -r tests/parity/requirements.txt
 	@PYTHONPATH=src .venv-parity/bin/python tests/parity/compare.py
 
+clients: $(STAMP)  ## heavy clients as they come from the registry (in .venv-clients), against a real model
+	@test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
+	@.venv-clients/bin/pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
+	@$(BIN)/tricorn pull smollm2-135m
+	@TRICORN_PYTHON=$(BIN)/python PYTHONPATH=tests .venv-clients/bin/python -m pytest -c /dev/null --rootdir tests/clients -p no:cacheprovider tests/clients -q
+
 quality: .venv/.developer  ## the native executor against the reference on 2,000 positions of each built-in model
 	@$(BIN)/tricorn bench quality
 
@@ -85,4 +91,4 @@ show: $(STAMP)  ## what is promised under load, in full (about an hour): storm, 
 	@$(BIN)/tricorn bench simulate --seeds 250 --steps 4000
 
 clean:  ## remove what was built and installed here (models and engines stay in the cache)
-	@rm -rf .venv .venv-parity build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-parity .venv-clients build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import select
 import subprocess
@@ -14,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 START_SECONDS = 60
+
+PYTHON = os.environ.get("TRICORN_PYTHON", sys.executable)
+"""Has tricorn: another one where clients have an environment of their own."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,7 @@ class Served:
 @contextmanager
 def served(engine: Path | str, *flags: str) -> Iterator[Served]:
     """`tricorn serve` on a free port, of an engine file or a built-in model; it must end well."""
-    command = [sys.executable, "-m", "tricorn.cli", "serve", str(engine), "--port", "0", "--name", Served.model]
+    command = [PYTHON, "-m", "tricorn.cli", "serve", str(engine), "--port", "0", "--name", Served.model]
     limits = ["--threads", "1", "--kv-bytes", "16M", "--log-level", "warning"]
     with tempfile.TemporaryDirectory() as state:
         process = subprocess.Popen([*command, *limits, "--state-dir", state, *flags], stdout=subprocess.PIPE)

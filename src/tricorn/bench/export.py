@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from tricorn.request import TricornError
-from tricorn.weights.checkpoint import load
+from tricorn.weights.checkpoint import Checkpoint, load
 from tricorn.weights.tensor import F32
 
 PLAIN = ("llama", "mistral", "qwen2")
@@ -27,10 +27,7 @@ def export(model: Path, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     config = {**checkpoint.config, "torch_dtype": "bfloat16", "eos_token_id": list(checkpoint.eos_ids)}
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "tokenizer.json").write_text(checkpoint.tokenizer)
-    words = {"chat_template": checkpoint.chat_template} if checkpoint.chat_template else {}
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", **words}
-    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    export_tokenizer(checkpoint, folder)
     entries, offset = {}, 0
     for name, tensor in checkpoint.tensors.items():
         size = 2 * int(np.prod(tensor.shape))
@@ -45,6 +42,20 @@ def export(model: Path, folder: Path) -> Path:
             file.write(_bf16(tensor.dequantize()).tobytes())
     partial.rename(done)
     return folder
+
+
+def export_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
+    """The files from which transformers makes the tokenizer."""
+    (folder / "tokenizer.json").write_text(checkpoint.tokenizer)
+    tokens = {entry["id"]: entry["content"] for entry in json.loads(checkpoint.tokenizer)["added_tokens"]}
+    about: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    if checkpoint.chat_template:
+        about["chat_template"] = checkpoint.chat_template
+    if checkpoint.eos_ids and checkpoint.eos_ids[0] in tokens:
+        about["eos_token"] = about["pad_token"] = tokens[checkpoint.eos_ids[0]]
+    if checkpoint.bos_id in tokens:
+        about["bos_token"] = tokens[checkpoint.bos_id]
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
 
 
 def _bf16(values: F32) -> np.ndarray:
