@@ -70,7 +70,7 @@ clients: $(STAMP)  ## heavy clients as they come from the registry (in .venv-cli
 	@test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
 	@.venv-clients/bin/pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
 	@$(BIN)/tricorn pull smollm2-135m
-	@TRICORN_PYTHON=$(BIN)/python PYTHONPATH=tests .venv-clients/bin/python -m pytest -c /dev/null --rootdir tests/clients -p no:cacheprovider tests/clients -q
+	@TRICORN_PYTHON=$(BIN)/python PYTHONPATH=tests .venv-clients/bin/python -m pytest -c /dev/null --rootdir tests/clients --confcutdir tests/clients -p no:cacheprovider -q tests/clients
 
 quality: .venv/.developer  ## the native executor against the reference on 2,000 positions of each built-in model
 	@$(BIN)/tricorn bench quality

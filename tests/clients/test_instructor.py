@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import instructor
 import openai
@@ -17,7 +17,7 @@ class Review(BaseModel):
 
     verdict: Literal["approve", "reject"]
     risk: int = Field(ge=1, le=5)
-    reasons: list[str] = Field(min_length=1, max_length=2)
+    reasons: list[Annotated[str, Field(max_length=60)]] = Field(min_length=1, max_length=2)
 
 
 @pytest.mark.parametrize("mode", [instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA, instructor.Mode.TOOLS_STRICT])
