@@ -73,6 +73,15 @@ def test_a_required_call(client: openai.OpenAI) -> None:
         assert valid(call.function.name, json.loads(call.function.arguments))
 
 
+def test_who_names_a_function_gets_one_call(client: openai.OpenAI) -> None:
+    """Clients that make a model of the arguments take the first, and wait for the end."""
+    named: Any = {"type": "function", "function": {"name": "weather"}}
+    for seed in range(6):
+        choice = ask(client, tool_choice=named, parallel_tool_calls=openai.NOT_GIVEN, seed=seed).choices[0]
+        assert len(choice.message.tool_calls) == 1
+        assert choice.finish_reason == "tool_calls"
+
+
 def test_a_named_call_and_allowed_ones(client: openai.OpenAI) -> None:
     named = {"type": "function", "function": {"name": "weather"}}
     allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}}

@@ -85,8 +85,9 @@ def offered(offers: list[Offer] | None, choice: Choice | None, parallel: bool | 
         named = msgspec.convert(choice, kind)
     except msgspec.ValidationError as error:
         raise HttpError(400, f"tool_choice: {error}", "tool_choice", "invalid_value") from None
-    if isinstance(named, Named):
-        return msgspec.structs.replace(given, choice="required", callable=frozenset([named.function.name]))
+    if isinstance(named, Named):  # who names a function awaits one call of it, unless he says that there may be more
+        only = frozenset([named.function.name])
+        return msgspec.structs.replace(given, choice="required", callable=only, parallel=parallel is True)
     names = frozenset(tool.function.name for tool in named.allowed_tools.tools)
     return msgspec.structs.replace(given, choice=named.allowed_tools.mode, callable=names)
 
