@@ -403,6 +403,18 @@ def bench_compare(
     print(msgspec.json.encode(found).decode() if json else tables)
 
 
+@bench.command("server")
+def bench_server(
+    model: ModelOption = DEFAULT_MODEL,
+    tokens: Annotated[int, typer.Option(help="Tokens of each of the 16 streams.", min=16)] = 1024,
+    json: Json = False,
+) -> None:
+    """Measure what the server's own process costs for each token, and what of it is text, JSON and the rest."""
+    from tricorn.bench import frontdoor
+
+    _report(frontdoor.run(model, tokens, _tell), json)
+
+
 @bench.command("claims")
 def bench_claims(model: ModelOption = DEFAULT_MODEL, short: Short = False, json: Json = False) -> None:
     """Measure the headline claims of the techniques that engines are known for, with each and without."""
